@@ -1,0 +1,24 @@
+"""Where the cached rows of each sequence live."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Row numbers of the positions of S sequences, kept in pages of `page_size` rows.
+
+    starts: [S, P] int64, the first row of each page. A contiguous cache has one page a sequence,
+    as long as the sequence can grow, so every kernel needs only this one form of address.
+    """
+
+    starts: Tensor
+    page_size: int
+
+    def rows(self, sequence_ids: Tensor, positions: Tensor) -> Tensor:
+        """Turn positions [T, K] of the sequences [T] into int64 row numbers [T, K]; -1 stays -1."""
+        positions_TK = positions.long()
+        known_TK = positions_TK.clamp(min=0)
+        starts_TK = self.starts[sequence_ids[:, None], known_TK // self.page_size]
+        return (starts_TK + known_TK % self.page_size).where(positions_TK >= 0, -1)
