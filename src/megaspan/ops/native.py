@@ -3,6 +3,7 @@
 The compiler tunes for the processor it runs on, so the library is built where it runs and kept in a
 cache folder under a name that holds the source, the flags, the compiler and the processor. Without a
 compiler, or with MEGASPAN_NATIVE=0, `load` returns None and the callers fall back to plain PyTorch.
+MEGASPAN_CFLAGS adds flags at the end, say `-mno-avx512f`.
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -31,14 +33,15 @@ def load(source: Path) -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CC", "gcc"))
     if compiler is None:
         return None
-    library = cache_folder() / f"{source.stem}-{_fingerprint(source, compiler)}.so"
     try:
+        library = cache_folder() / f"{source.parent.name}-{_fingerprint(source, compiler)}.so"
         if not library.exists():
             _compile(compiler, source, library)
         return ctypes.CDLL(str(library))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
-        warnings.warn(f"{source.name} did not build, using the slower PyTorch version: {detail}", stacklevel=2)
+        name = f"{source.parent.name}/{source.name}"
+        warnings.warn(f"{name} did not build, using the slower PyTorch version: {detail}", stacklevel=2)
         return None
 
 
@@ -48,9 +51,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("MEGASPAN_CACHE") or Path(base) / "megaspan")
 
 
+def _flags() -> tuple[str, ...]:
+    return (*FLAGS, *shlex.split(os.environ.get("MEGASPAN_CFLAGS", "")))
+
+
 def _fingerprint(source: Path, compiler: str) -> str:
     version = subprocess.run([compiler, "-v"], capture_output=True, text=True, check=False).stderr
-    parts = (source.read_text(), " ".join(FLAGS), version, _processor(), torch.__version__)
+    parts = (source.read_text(), " ".join(_flags()), version, _processor(), torch.__version__)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -68,7 +75,7 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
-        command = [compiler, *FLAGS, str(source), "-o", str(built), *_openmp_of_torch(), "-lm"]
+        command = [compiler, *_flags(), str(source), "-o", str(built), *_openmp_of_torch(), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True)
         built.replace(library)  # atomic: another process sees a whole library or none
 

@@ -1,0 +1,5 @@
+"""`python -m megaspan` is the `megaspan` command."""
+
+from megaspan.cli import main
+
+main()

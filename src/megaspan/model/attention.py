@@ -1,0 +1,111 @@
+"""Multi-head latent attention in its absorbed form: query, rows, selection (DeepSeek-V2, section 2.1)."""
+
+import torch
+from torch import Tensor, nn
+
+from megaspan.config import ModelConfig
+from megaspan.model.batch import Batch
+from megaspan.model.cache import Cache
+from megaspan.model.indexer import Indexer
+from megaspan.model.layers import RMSNorm, Rotation
+from megaspan.model.observe import AttentionSeen, Observer
+from megaspan.model.selection import Everything, Selection
+from megaspan.ops.budget import working_memory
+from megaspan.ops.dense_attention import dense_attention
+from megaspan.ops.rows import RowTable
+from megaspan.ops.sparse_mla import sparse_mla
+
+
+class Attention(nn.Module):
+    """Reads the rows that a selection names. A full layer makes the selection, a shared one is handed it."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.heads, self.nope_width, self.rope_width = (
+            config.num_attention_heads,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+        )
+        self.value_width, self.latent_rank = config.v_head_dim, config.kv_lora_rank
+        self.scale = config.qk_head_dim**-0.5
+        self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
+        self.q_b_proj = nn.Linear(config.q_lora_rank, self.heads * config.qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, config.latent_width, bias=False)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.rms_norm_eps)
+        self.kv_b_proj = nn.Linear(config.kv_lora_rank, self.heads * (self.nope_width + self.value_width), bias=False)
+        self.o_proj = nn.Linear(self.heads * self.value_width, config.hidden_size, bias=False)
+        self.indexer = Indexer(config) if config.indexer_types[layer] == "full" else None
+
+    def forward(
+        self,
+        hidden: Tensor,
+        selection: Selection | Everything | None,
+        batch: Batch,
+        cache: Cache,
+        table: RowTable,
+        rotation: Rotation,
+        observe: Observer | None = None,
+    ) -> tuple[Tensor, Selection | Everything | None]:
+        """hidden [T, D] → output [T, D] and the selection that the next shared layer is handed."""
+        query_latent = self.q_a_layernorm(self.q_a_proj(hidden))
+        query_nope, query_rope = (
+            self.q_b_proj(query_latent)
+            .unflatten(-1, (self.heads, -1))
+            .split((self.nope_width, self.rope_width), dim=-1)
+        )
+        query_rope = rotation(query_rope)
+        rows = cache.write_latent(self.layer, batch, self.new_rows(hidden, rotation))
+        if self.indexer is not None:
+            # Keys are written even when nothing is scored: a later token may look back at them.
+            keys = cache.write_index(self.layer, batch, self.indexer.keys(hidden, rotation))
+            if not isinstance(selection, Everything):
+                selection = self.indexer(hidden, query_latent, keys, table, batch, rotation)
+        if observe is not None:
+            observe(AttentionSeen(self, hidden, query_latent, query_nope, query_rope, rows, rotation))
+        if isinstance(selection, Everything):
+            query = torch.cat((query_nope, query_rope), dim=-1)
+            values = self._attend_everything(query, rows, table, batch)
+        elif selection is not None:
+            query = self.absorb(query_nope, query_rope)
+            budget = working_memory(rows.device)
+            latent = sparse_mla(query, rows, selection.rows, self.latent_rank, self.scale, budget)
+            values = torch.einsum("thc,hvc->thv", latent, self._kv_b()[:, self.nope_width :])
+        else:
+            raise ValueError(f"layer {self.layer} is shared, but no selection was handed to it")
+        return self.o_proj(values.flatten(1)), selection
+
+    def new_rows(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        """hidden [T, D] → latent rows [T, W]: the normed latent, then the rotated key shared by the heads."""
+        latent, key_rope = self.kv_a_proj_with_mqa(hidden).split((self.latent_rank, self.rope_width), dim=-1)
+        return torch.cat((self.kv_a_layernorm(latent), rotation(key_rope)), dim=-1)
+
+    def absorb(self, query_nope: Tensor, query_rope: Tensor) -> Tensor:
+        """[T, H, nope], [T, H, rope] → [T, H, W]: queries that meet the latent rows directly."""
+        latent = torch.einsum("thn,hnc->thc", query_nope, self._kv_b()[:, : self.nope_width])
+        return torch.cat((latent, query_rope), dim=-1)
+
+    def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Latent rows [N, W] → keys [N, H, nope + rope] and values [N, H, v] of every head."""
+        latent, key_rope = rows.split((self.latent_rank, self.rope_width), dim=-1)
+        keys_values = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1))
+        key_nope, values = keys_values.split((self.nope_width, self.value_width), dim=-1)
+        return torch.cat((key_nope, key_rope[:, None].expand(-1, self.heads, -1)), dim=-1), values
+
+    def _attend_everything(self, query: Tensor, rows: Tensor, table: RowTable, batch: Batch) -> Tensor:
+        """Dense attention, cheaper than a selection of everything and equal to it."""
+        if any(batch.past_lengths):
+            visible = torch.cat(
+                [
+                    table.rows(torch.tensor([s], device=rows.device), torch.arange(n, device=rows.device)[None])[0]
+                    for s, n in enumerate(batch.total_lengths)
+                ]
+            )
+            rows = rows[visible]
+        key, value = self.expand(rows)
+        return dense_attention(query, key, value, batch.query_lengths, batch.total_lengths, self.scale)
+
+    def _kv_b(self) -> Tensor:
+        """kv_b_proj's weight as [H, nope + v, latent]."""
+        return self.kv_b_proj.weight.unflatten(0, (self.heads, -1))

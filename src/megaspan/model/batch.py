@@ -1,0 +1,64 @@
+"""The ragged batch: what one call of the model reads. A training pack and a serving step are both one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """T new tokens of S sequences, one sequence after the other.
+
+    token_ids: [T] int64. query_lengths: tokens of each sequence in this batch. past_lengths: rows
+    that each sequence already has in the cache.
+    """
+
+    token_ids: Tensor
+    query_lengths: tuple[int, ...]
+    past_lengths: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, sequences: Sequence[Sequence[int] | Tensor], past: Sequence[int] | None = None, device: str = "cpu"
+    ) -> "Batch":
+        """Pack the new tokens of S sequences; `past` holds the lengths already cached (default: none)."""
+        pieces = [torch.as_tensor(sequence, dtype=torch.long, device=device) for sequence in sequences]
+        lengths = tuple(len(piece) for piece in pieces)
+        return cls(torch.cat(pieces), lengths, tuple(past) if past is not None else (0,) * len(pieces))
+
+    @cached_property
+    def sequence_ids(self) -> Tensor:
+        """[T] int64: the sequence that each token belongs to."""
+        device = self.token_ids.device
+        lengths = torch.tensor(self.query_lengths, device=device)
+        ids = torch.arange(len(self.query_lengths), device=device)
+        return torch.repeat_interleave(ids, lengths, output_size=len(self.token_ids))
+
+    @cached_property
+    def query_starts(self) -> tuple[int, ...]:
+        """S + 1 offsets: the tokens of sequence s are query_starts[s] to query_starts[s + 1]."""
+        starts = [0]
+        for length in self.query_lengths:
+            starts.append(starts[-1] + length)
+        return tuple(starts)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] int64: each token's position in its own sequence."""
+        device = self.token_ids.device
+        offsets = [past - start for past, start in zip(self.past_lengths, self.query_starts, strict=False)]
+        steps = torch.arange(len(self.token_ids), device=device)
+        return steps + torch.tensor(offsets, device=device)[self.sequence_ids]
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """[T] int64: how many positions of its sequence each token may see, itself included."""
+        return self.positions + 1
+
+    @property
+    def total_lengths(self) -> tuple[int, ...]:
+        """Cached and new tokens of each sequence."""
+        return tuple(past + new for past, new in zip(self.past_lengths, self.query_lengths, strict=True))

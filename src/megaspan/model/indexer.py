@@ -1,0 +1,68 @@
+"""The lightning indexer: which positions are worth attending to (DeepSeek-V3.2, section 2.1)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megaspan.config import ModelConfig
+from megaspan.model.batch import Batch
+from megaspan.model.layers import Rotation
+from megaspan.model.selection import Selection
+from megaspan.ops.budget import working_memory
+from megaspan.ops.index_topk import index_topk
+from megaspan.ops.rows import RowTable
+
+K_NORM_EPS = 1e-6  # fixed in every implementation, whatever rms_norm_eps says
+
+
+class Indexer(nn.Module):
+    """Scores s ≤ t by I(t, s) = Σ_j w(t, j) · ReLU(q(t, j) · k(s)) and keeps the `index_topk` best.
+
+    Its inputs are cut from the graph: the indexer learns from its own loss only.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.heads, self.width, self.rope_width = config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim
+        self.topk = config.index_topk
+        self.wq_b = nn.Linear(config.q_lora_rank, self.heads * self.width, bias=False)
+        self.wk = nn.Linear(config.hidden_size, self.width, bias=False)
+        self.k_norm = nn.LayerNorm(self.width, eps=K_NORM_EPS)
+        self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+
+    def keys(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        """hidden [T, D] → index keys [T, index_head_dim], one for all heads."""
+        return self._rotate(self.k_norm(self.wk(hidden.detach())), rotation)
+
+    def queries(self, hidden: Tensor, query_latent: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """hidden [T, D], query latent [T, q_lora_rank] → queries [T, heads, width], float32 weights [T, heads].
+
+        The scales of the heads and of the dot products are folded into the weights; ReLU commutes
+        with them. bf16 weights would reorder near ties, so they stay in float32.
+        """
+        query = self.wq_b(query_latent.detach()).unflatten(-1, (self.heads, self.width))
+        scale = self.heads**-0.5 * self.width**-0.5
+        weights = F.linear(hidden.detach().float(), self.weights_proj.weight.float()) * scale
+        return self._rotate(query, rotation), weights
+
+    def forward(
+        self, hidden: Tensor, query_latent: Tensor, keys: Tensor, table: RowTable, batch: Batch, rotation: Rotation
+    ) -> Selection:
+        """Select for each of the T tokens among the cached index keys [N, width]."""
+        with torch.no_grad():
+            query, weights = self.queries(hidden, query_latent, rotation)
+            positions = index_topk(
+                query.to(keys.dtype),
+                weights,
+                keys,
+                table,
+                batch.sequence_ids,
+                batch.visible,
+                self.topk,
+                working_memory(keys.device),
+            )
+            return Selection(positions, table.rows(batch.sequence_ids, positions))
+
+    def _rotate(self, states: Tensor, rotation: Rotation) -> Tensor:
+        rotated, plain = states.split((self.rope_width, self.width - self.rope_width), dim=-1)
+        return torch.cat((rotation(rotated), plain), dim=-1)

@@ -1,0 +1,42 @@
+"""SwiGLU layers: a mixture of experts, each token through the k that its router chose, and the plain one."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from megaspan.ops.moe import native
+from megaspan.ops.moe.grouped import moe_grouped
+from megaspan.ops.moe.reference import moe_reference
+
+__all__ = ["moe", "moe_grouped", "moe_reference", "swiglu"]
+
+
+def moe(
+    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> Tensor:
+    """Sum of expert_weights * down(silu(gate(hidden)) * up(hidden)) over the k experts of each token.
+
+    hidden:         [T, D], fp32 or bf16.
+    expert_ids:     [T, k] int64.
+    expert_weights: [T, k] fp32, used as they are.
+    gate_up_proj:   [E, 2 I, D], the first I rows are the gate; down_proj: [E, D, I]. The dtype of `hidden`.
+    Returns [T, D] in the dtype of `hidden`; the k outputs are added in fp32.
+    """
+    tracked = _tracked(hidden, expert_weights, gate_up_proj, down_proj)
+    if not tracked and native.supports(hidden, expert_ids.shape[1], len(down_proj)):
+        return native.moe_native(hidden, expert_ids, expert_weights, gate_up_proj, down_proj)
+    return moe_grouped(hidden, expert_ids, expert_weights, gate_up_proj, down_proj)
+
+
+def swiglu(hidden: Tensor, gate_proj: Tensor, up_proj: Tensor, down_proj: Tensor) -> Tensor:
+    """down(silu(gate(hidden)) * up(hidden)), the layer that every token goes through.
+
+    hidden: [T, D], fp32 or bf16; gate_proj, up_proj: [I, D]; down_proj: [D, I]. Returns [T, D].
+    """
+    if not _tracked(hidden, gate_proj, up_proj, down_proj) and native.supports(hidden, slots=1, experts=1):
+        return native.swiglu_native(hidden, gate_proj, up_proj, down_proj)
+    return linear(silu(linear(hidden, gate_proj)) * linear(hidden, up_proj), down_proj)
+
+
+def _tracked(*operands: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)

@@ -1,0 +1,32 @@
+"""Attention of latent queries over the few cached rows that the indexer selected."""
+
+import torch
+from torch import Tensor
+
+from megaspan.ops.sparse_mla import gathered, native
+from megaspan.ops.sparse_mla.gathered import sparse_mla_gathered
+from megaspan.ops.sparse_mla.reference import sparse_mla_reference
+
+__all__ = ["sparse_mla", "sparse_mla_gathered", "sparse_mla_reference"]
+
+
+def sparse_mla(
+    query: Tensor,
+    rows: Tensor,
+    selected: Tensor,
+    value_width: int,
+    scale: float,
+    budget_bytes: int = gathered.TILE_BYTES,
+) -> Tensor:
+    """Attend from T tokens to their selected rows: softmax(scale * query . row) over the first columns.
+
+    query:     [T, H, W], absorbed queries: latent part, then rotary part.
+    rows:      [N, W], the cache; the first `value_width` columns of a row are its value.
+    selected:  [T, K] int64 row numbers; -1 marks an empty slot. A token's first slot is never empty.
+    Returns [T, H, value_width] in the dtype of `query` (fp32 or bf16); sums are in fp32. Rows that no
+    token selected are never read. Temporary memory stays within `budget_bytes`.
+    """
+    tracked = torch.is_grad_enabled() and (query.requires_grad or rows.requires_grad)
+    if not tracked and native.supports(query, rows):
+        return native.sparse_mla_native(query, rows, selected, value_width, scale)
+    return sparse_mla_gathered(query, rows, selected, value_width, scale, budget_bytes)

@@ -1,0 +1,81 @@
+"""The compiled version of sparse latent attention."""
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaspan.ops import native
+
+# Below this many multiplications, waking a second thread takes longer than it saves.
+WORTH_THREADS = 500_000
+
+
+class _Call(ctypes.Structure):
+    """The arguments of the C function, in its order."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("query", "rows", "selected", "output")],
+        *[
+            (name, ctypes.c_int64)
+            for name in ("tokens", "heads", "width", "row_count", "slots", "value_width")
+        ],
+        ("scale", ctypes.c_float),
+        *[(name, ctypes.c_int32) for name in ("is_bf16", "threads")],
+    )
+
+
+@functools.cache
+def _function() -> Callable[..., int] | None:
+    library = native.load(Path(__file__).with_name("kernel.c"))
+    return None if library is None else library.sparse_mla
+
+
+def supports(query: Tensor, rows: Tensor) -> bool:
+    """Whether these operands, without gradients, can go through the compiled version here."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype == rows.dtype
+        and query.dtype in (torch.float32, torch.bfloat16)
+        and _function() is not None
+    )
+
+
+def sparse_mla_native(
+    query: Tensor, rows: Tensor, selected: Tensor, value_width: int, scale: float
+) -> Tensor:
+    """As `sparse_mla`, on the CPU, without gradients; raises IndexError for a row number outside `rows`."""
+    function = _function()
+    if function is None:
+        raise RuntimeError("the compiled version of sparse_mla is not available here")
+    query, rows, selected = query.contiguous(), rows.contiguous(), selected.long().contiguous()
+    (tokens, heads, width), slots = query.shape, selected.shape[1]
+    if rows.shape[1] != width or len(selected) != tokens or value_width > width or rows.dtype != query.dtype:
+        raise ValueError("query [T, H, W], rows [N, W], selected [T, K] and value_width <= W do not fit")
+    output = query.new_empty(tokens, heads, value_width)
+    work = tokens * heads * slots * (width + value_width)
+    call = _Call(
+        query.data_ptr(),
+        rows.data_ptr(),
+        selected.data_ptr(),
+        output.data_ptr(),
+        tokens,
+        heads,
+        width,
+        len(rows),
+        slots,
+        value_width,
+        scale / math.log(2),
+        query.dtype == torch.bfloat16,
+        torch.get_num_threads() if work > WORTH_THREADS else 1,
+    )
+    status = function(ctypes.byref(call))
+    if status == 1:
+        raise MemoryError("no memory for the scratch space of sparse_mla")
+    if status:
+        raise IndexError("selected holds a row number outside the rows, or a -1 before a valid slot")
+    return output
