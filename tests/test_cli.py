@@ -171,8 +171,19 @@ def test_no_memory_for_the_context_is_said_before_the_work(
     config = ModelConfig.from_json(model)
     enough = memory.needed_memory(config, "float32", 1500, 512)
     monkeypatch.setattr(memory, "available_memory", lambda: enough)
-    said = refused("complete", "--repo", repo, "--file", "pkg/a.py", "--model", model_without_weights,
-                   "--context", 3000, "--max-tokens", 80)
+    said = refused(
+        "complete",
+        "--repo",
+        repo,
+        "--file",
+        "pkg/a.py",
+        "--model",
+        model_without_weights,
+        "--context",
+        3000,
+        "--max-tokens",
+        80,
+    )
     assert "the largest context that fits is 1200 tokens" in said
 
 
@@ -205,19 +216,22 @@ def test_context_beyond_the_model(model: Path, repo: Path) -> None:
     assert "more than the model's 4,096 positions" in said
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["complete"], "nothing to complete"),
-    (["complete", "--line", "x"], "--line"),
-    (["complete", "--nonsense"], "--nonsense"),
-    (["complete", "--dtype", "float8"], "float8"),
-    (["complete", "--prompt-file", "-", "--temperature", "nan"], "--temperature"),
-    (["complet"], "complet"),
-    (["bench"], "command"),
-    (["bench", "cpu", "--lengths", "8,x"], "--lengths"),
-    (["plan", "--context", "0"], "--context"),
-    (["plan", "--config", "nothing"], "nothing"),
-    (["plan", "--config", "debug", "--context", "64", "--plot", "/nonexistent/plot.png"], "cannot write"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["complete"], "nothing to complete"),
+        (["complete", "--line", "x"], "--line"),
+        (["complete", "--nonsense"], "--nonsense"),
+        (["complete", "--dtype", "float8"], "float8"),
+        (["complete", "--prompt-file", "-", "--temperature", "nan"], "--temperature"),
+        (["complet"], "complet"),
+        (["bench"], "command"),
+        (["bench", "cpu", "--lengths", "8,x"], "--lengths"),
+        (["plan", "--context", "0"], "--context"),
+        (["plan", "--config", "nothing"], "nothing"),
+        (["plan", "--config", "debug", "--context", "64", "--plot", "/nonexistent/plot.png"], "cannot write"),
+    ],
+)
 def test_usage_errors_are_one_line(arguments: list[str], message: str) -> None:
     assert message in refused(*arguments)
 

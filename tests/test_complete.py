@@ -206,21 +206,31 @@ def test_the_machine_says_what_is_available(tmp_path: Path) -> None:
 
 
 def test_control_groups_of_version_two_count_at_every_level(tmp_path: Path) -> None:
-    files(tmp_path, {
-        "self": "0::/outer/inner\n",
-        "outer/inner/memory.max": "max\n", "outer/inner/memory.current": "5\n", "outer/inner/memory.stat": "",
-        "outer/memory.max": "1000\n", "outer/memory.current": "700\n",
-        "outer/memory.stat": "anon 600\ninactive_file 50\n",
-    })
+    files(
+        tmp_path,
+        {
+            "self": "0::/outer/inner\n",
+            "outer/inner/memory.max": "max\n",
+            "outer/inner/memory.current": "5\n",
+            "outer/inner/memory.stat": "",
+            "outer/memory.max": "1000\n",
+            "outer/memory.current": "700\n",
+            "outer/memory.stat": "anon 600\ninactive_file 50\n",
+        },
+    )
     assert memory._group_rooms(tmp_path / "self", tmp_path) == [350]
 
 
 def test_control_groups_of_version_one_and_a_path_of_the_host(tmp_path: Path) -> None:
-    files(tmp_path, {
-        "self": "4:cpu:/x\n3:memory,hugetlb:/docker/not-visible-here\n0::/\n",
-        "memory/memory.limit_in_bytes": "1000\n", "memory/memory.usage_in_bytes": "400\n",
-        "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 30\n",
-    })
+    files(
+        tmp_path,
+        {
+            "self": "4:cpu:/x\n3:memory,hugetlb:/docker/not-visible-here\n0::/\n",
+            "memory/memory.limit_in_bytes": "1000\n",
+            "memory/memory.usage_in_bytes": "400\n",
+            "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 30\n",
+        },
+    )
     assert memory._group_rooms(tmp_path / "self", tmp_path) == [630]
 
 

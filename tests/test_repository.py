@@ -63,18 +63,39 @@ both_ways = pytest.mark.parametrize("prepare", [plain, checkout])
 @both_ways
 def test_gitignore_with_nesting_and_negation(tmp_path: Path, prepare: Callable[[Path], None]) -> None:
     prepare(tmp_path)
-    write(tmp_path, {
-        ".gitignore": "*.log\n/build/\nsecret*\n!secret-plan.md\n",
-        "a.py": "", "a.log": "", "build/x.py": "", "sub/build/x.py": "",
-        "secret.txt": "", "secret-plan.md": "",
-        "sub/.gitignore": "!keep.log\nlocal.py\n/only-here.txt\n",
-        "sub/keep.log": "", "sub/other.log": "", "sub/local.py": "", "local.py": "",
-        "sub/only-here.txt": "", "sub/deep/only-here.txt": "", "sub/deep/keep.log": "",
-    })
-    assert paths(tmp_path) == sorted([
-        ".gitignore", "a.py", "local.py", "secret-plan.md", "sub/.gitignore", "sub/build/x.py",
-        "sub/deep/keep.log", "sub/deep/only-here.txt", "sub/keep.log",
-    ])
+    write(
+        tmp_path,
+        {
+            ".gitignore": "*.log\n/build/\nsecret*\n!secret-plan.md\n",
+            "a.py": "",
+            "a.log": "",
+            "build/x.py": "",
+            "sub/build/x.py": "",
+            "secret.txt": "",
+            "secret-plan.md": "",
+            "sub/.gitignore": "!keep.log\nlocal.py\n/only-here.txt\n",
+            "sub/keep.log": "",
+            "sub/other.log": "",
+            "sub/local.py": "",
+            "local.py": "",
+            "sub/only-here.txt": "",
+            "sub/deep/only-here.txt": "",
+            "sub/deep/keep.log": "",
+        },
+    )
+    assert paths(tmp_path) == sorted(
+        [
+            ".gitignore",
+            "a.py",
+            "local.py",
+            "secret-plan.md",
+            "sub/.gitignore",
+            "sub/build/x.py",
+            "sub/deep/keep.log",
+            "sub/deep/only-here.txt",
+            "sub/keep.log",
+        ]
+    )
 
 
 @both_ways
@@ -87,19 +108,31 @@ def test_a_file_in_an_ignored_folder_stays_out(tmp_path: Path, prepare: Callable
 @both_ways
 def test_what_is_no_text_is_skipped_and_reported(tmp_path: Path, prepare: Callable[[Path], None]) -> None:
     prepare(tmp_path)
-    write(tmp_path, {
-        "good.py": "x = 'é'\n", "zero.bin": b"ab\0c", "latin.py": "é".encode("latin-1"),
-        "late-zero.txt": b"a" * 9000 + b"\0", "large.py": "#" * (2**20 + 1), "limit.py": "#" * 2**20,
-        "uv.lock": "", "package-lock.json": "{}", "empty.py": "",
-    })
+    write(
+        tmp_path,
+        {
+            "good.py": "x = 'é'\n",
+            "zero.bin": b"ab\0c",
+            "latin.py": "é".encode("latin-1"),
+            "late-zero.txt": b"a" * 9000 + b"\0",
+            "large.py": "#" * (2**20 + 1),
+            "limit.py": "#" * 2**20,
+            "uv.lock": "",
+            "package-lock.json": "{}",
+            "empty.py": "",
+        },
+    )
     os.mkfifo(tmp_path / "pipe")
     skipped: dict[str, str] = {}
     files = read_repository(tmp_path, skipped.__setitem__)
     assert [file.path for file in files] == ["empty.py", "good.py", "late-zero.txt", "limit.py"]
     assert skipped.pop("pipe", "not a file") == "not a file"  # git lists no pipes at all
     assert skipped == {
-        "zero.bin": "not text", "latin.py": "not text", "large.py": "larger than 1 MiB",
-        "uv.lock": "lock file", "package-lock.json": "lock file",
+        "zero.bin": "not text",
+        "latin.py": "not text",
+        "large.py": "larger than 1 MiB",
+        "uv.lock": "lock file",
+        "package-lock.json": "lock file",
     }
 
 
@@ -186,8 +219,12 @@ def test_targets_that_cannot_be(tmp_path: Path) -> None:
     write(tmp_path, {"outside.py": ""})
     (root / "link.py").symlink_to(tmp_path / "outside.py")
     for name, message in {
-        "nothing.py": "no file at", "pkg": "is a folder", "b.bin": "is binary", "c.py": "not UTF-8",
-        "../outside.py": "outside the repository", "link.py": "outside the repository",
+        "nothing.py": "no file at",
+        "pkg": "is a folder",
+        "b.bin": "is binary",
+        "c.py": "not UTF-8",
+        "../outside.py": "outside the repository",
+        "link.py": "outside the repository",
         "pkg/a.py/deeper": "cannot read",
     }.items():
         with pytest.raises(UserError, match=message):
@@ -225,8 +262,15 @@ def ordered(target: SourceFile, *names: str) -> list[str]:
 def test_nearest_files_come_last() -> None:
     target = SourceFile("src/pkg/core/a.py", "from pkg.far.away import thing\n")
     expected = [
-        "docs/guide/start.md", "README.md", "setup.py", "src/pkg/far/other.py", "src/pkg/b.py",
-        "src/pkg/core/deep/x.py", "src/pkg/core/data.json", "src/pkg/core/b.py", "src/pkg/core/c.py",
+        "docs/guide/start.md",
+        "README.md",
+        "setup.py",
+        "src/pkg/far/other.py",
+        "src/pkg/b.py",
+        "src/pkg/core/deep/x.py",
+        "src/pkg/core/data.json",
+        "src/pkg/core/b.py",
+        "src/pkg/core/c.py",
         "src/pkg/far/away.py",
     ]
     assert ordered(target, *sorted(expected)) == expected
@@ -255,12 +299,26 @@ def important(): pass
 def test_imports_are_found_without_running_the_file() -> None:
     target = SourceFile("src/pkg/sub/a.py", IMPORTS)
     there = {
-        "src/pkg/one.py", "src/pkg/two/__init__.py", "src/pkg/three.py", "src/pkg/four/__init__.py",
-        "src/pkg/four/five.py", "src/pkg/sub/near.py", "src/pkg/sub/beside.py", "src/pkg/upper.py",
-        "src/pkg/top.py", "src/pkg/__init__.py", "src/pkg/sub/__init__.py", "indented.py",
+        "src/pkg/one.py",
+        "src/pkg/two/__init__.py",
+        "src/pkg/three.py",
+        "src/pkg/four/__init__.py",
+        "src/pkg/four/five.py",
+        "src/pkg/sub/near.py",
+        "src/pkg/sub/beside.py",
+        "src/pkg/upper.py",
+        "src/pkg/top.py",
+        "src/pkg/__init__.py",
+        "src/pkg/sub/__init__.py",
+        "indented.py",
     }
     not_there = {
-        "src/pkg/other.py", "other/json.py", "commented.py", "beyond.py", "x.py", "src/pkg/sub/a.py",
+        "src/pkg/other.py",
+        "other/json.py",
+        "commented.py",
+        "beyond.py",
+        "x.py",
+        "src/pkg/sub/a.py",
         "src/pkg/four/name.txt",
     }
     assert imported_paths(target, there | not_there) == there
@@ -281,10 +339,14 @@ def test_the_format_is_the_one_the_model_is_trained_on() -> None:
     files = [SourceFile("far.md", "# Far"), SourceFile("near.py", "near = 1\n")]
     prompt = pack(tokenizer, files, "a.py", "def f():\n", 1000, name="project")
     assert prompt.token_ids == [
-        REPOSITORY, *b"project\n",
-        FILE, *b"far.md\n# Far",
-        FILE, *b"near.py\nnear = 1\n",
-        FILE, *b"a.py\ndef f():\n",
+        REPOSITORY,
+        *b"project\n",
+        FILE,
+        *b"far.md\n# Far",
+        FILE,
+        *b"near.py\nnear = 1\n",
+        FILE,
+        *b"a.py\ndef f():\n",
     ]
     assert prompt.files_included == ("far.md", "near.py", "a.py")
     assert prompt.files_left_out == ()

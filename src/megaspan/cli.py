@@ -102,8 +102,17 @@ def complete(
     from megaspan import complete as job
 
     request = job.Request(
-        model=model, repo=repo, file=file, line=line, prompt_file=prompt_file, context=context,
-        max_tokens=max_tokens, temperature=temperature, seed=seed, dtype=dtype.value, threads=threads,
+        model=model,
+        repo=repo,
+        file=file,
+        line=line,
+        prompt_file=prompt_file,
+        context=context,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        dtype=dtype.value,
+        threads=threads,
     )
     console = Console(stderr=True)
     if as_json:
@@ -160,8 +169,10 @@ def corpus(
     from megaspan.train.corpus import build_corpus
 
     documents = build_corpus(manifest, tokenizer, out, wheels)
-    splits = {name: {"tokens": split["tokens"], "bytes": split["bytes"], "documents": len(split["documents"])}
-              for name, split in documents.items()}
+    splits = {
+        name: {"tokens": split["tokens"], "bytes": split["bytes"], "documents": len(split["documents"])}
+        for name, split in documents.items()
+    }
     if as_json:
         _print_json(splits)
         return

@@ -77,8 +77,11 @@ class ModelConfig:
                 require_count(field.name, value, least=0 if field.name in may_be_zero else 1)
             elif field.type is float:
                 number = isinstance(value, int | float) and not isinstance(value, bool)
-                require(number and math.isfinite(value) and value > 0,
-                        field.name, f"must be a number above 0, not {value!r}")
+                require(
+                    number and math.isfinite(value) and value > 0,
+                    field.name,
+                    f"must be a number above 0, not {value!r}",
+                )
             elif field.type is bool:
                 require(isinstance(value, bool), field.name, f"must be true or false, not {value!r}")
         known = self.dtype in ("bfloat16", "float32")
@@ -95,23 +98,41 @@ class ModelConfig:
         for name, kinds in (("indexer_types", ("full", "shared")), ("mlp_layer_types", ("dense", "sparse"))):
             types = getattr(self, name)
             _require_tuple(name, types)
-            require(len(types) == self.num_hidden_layers, name,
-                     f"has {len(types)} entries for {self.num_hidden_layers} layers")
+            require(
+                len(types) == self.num_hidden_layers,
+                name,
+                f"has {len(types)} entries for {self.num_hidden_layers} layers",
+            )
             wrong = [kind for kind in types if kind not in kinds]
             require(not wrong, name, f"must hold only {kinds[0]!r} and {kinds[1]!r}, not {wrong[:1]}")
-        require(self.indexer_types[0] == "full", "indexer_types",
-                "makes the first layer shared, but no layer before it has a selection to share")
+        require(
+            self.indexer_types[0] == "full",
+            "indexer_types",
+            "makes the first layer shared, but no layer before it has a selection to share",
+        )
         dense = leading_dense(self.mlp_layer_types)
-        require(min(self.first_k_dense_replace, self.num_hidden_layers) == dense, "first_k_dense_replace",
-                f"is {self.first_k_dense_replace}, but mlp_layer_types begins with {dense} dense layers")
+        require(
+            min(self.first_k_dense_replace, self.num_hidden_layers) == dense,
+            "first_k_dense_replace",
+            f"is {self.first_k_dense_replace}, but mlp_layer_types begins with {dense} dense layers",
+        )
 
     def _check_sizes(self) -> None:
-        require(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim",
-                f"must be even, since positions rotate pairs, not {self.qk_rope_head_dim}")
-        require(self.index_head_dim >= self.qk_rope_head_dim, "index_head_dim",
-                f"is {self.index_head_dim}, too small to hold the {self.qk_rope_head_dim} rotary dimensions")
-        require(self.num_experts_per_tok <= self.n_routed_experts, "num_experts_per_tok",
-                f"is {self.num_experts_per_tok}, more than the {self.n_routed_experts} experts")
+        require(
+            self.qk_rope_head_dim % 2 == 0,
+            "qk_rope_head_dim",
+            f"must be even, since positions rotate pairs, not {self.qk_rope_head_dim}",
+        )
+        require(
+            self.index_head_dim >= self.qk_rope_head_dim,
+            "index_head_dim",
+            f"is {self.index_head_dim}, too small to hold the {self.qk_rope_head_dim} rotary dimensions",
+        )
+        require(
+            self.num_experts_per_tok <= self.n_routed_experts,
+            "num_experts_per_tok",
+            f"is {self.num_experts_per_tok}, more than the {self.n_routed_experts} experts",
+        )
 
     @property
     def qk_head_dim(self) -> int:
@@ -175,32 +196,76 @@ def _require_tuple(name: str, value: Any) -> None:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "glm-5.2": dict(
-        vocab_size=154880, hidden_size=6144, intermediate_size=12288, moe_intermediate_size=2048,
-        num_hidden_layers=78, num_nextn_predict_layers=1, num_attention_heads=64,
-        q_lora_rank=2048, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256,
-        n_routed_experts=256, num_experts_per_tok=8, first_k_dense_replace=3,
-        index_n_heads=32, index_head_dim=128, index_topk=2048,
+        vocab_size=154880,
+        hidden_size=6144,
+        intermediate_size=12288,
+        moe_intermediate_size=2048,
+        num_hidden_layers=78,
+        num_nextn_predict_layers=1,
+        num_attention_heads=64,
+        q_lora_rank=2048,
+        kv_lora_rank=512,
+        qk_nope_head_dim=192,
+        qk_rope_head_dim=64,
+        v_head_dim=256,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        first_k_dense_replace=3,
+        index_n_heads=32,
+        index_head_dim=128,
+        index_topk=2048,
         indexer_types=scheduled_indexer_types(78, freq=4, offset=3),
-        rope_theta=8e6, max_position_embeddings=1048576,
-        eos_token_id=(154820, 154827, 154829), pad_token_id=154820,
+        rope_theta=8e6,
+        max_position_embeddings=1048576,
+        eos_token_id=(154820, 154827, 154829),
+        pad_token_id=154820,
     ),
     "debug": dict(
-        vocab_size=97, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
-        num_hidden_layers=9, num_nextn_predict_layers=1, num_attention_heads=4,
-        q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
-        n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=1,
-        index_n_heads=2, index_head_dim=16, index_topk=8,
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=9,
+        num_nextn_predict_layers=1,
+        num_attention_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_topk=8,
         indexer_types=scheduled_indexer_types(9, freq=4, offset=3),
-        rope_theta=1e4, max_position_embeddings=4096, dtype="float32",
+        rope_theta=1e4,
+        max_position_embeddings=4096,
+        dtype="float32",
     ),
     "span-code": dict(
-        vocab_size=12288, hidden_size=256, intermediate_size=768, moe_intermediate_size=128,
-        num_hidden_layers=12, num_attention_heads=8,
-        q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=48, qk_rope_head_dim=16, v_head_dim=64,
-        n_routed_experts=16, num_experts_per_tok=4, first_k_dense_replace=2,
-        index_n_heads=16, index_head_dim=32, index_topk=512,
+        vocab_size=12288,
+        hidden_size=256,
+        intermediate_size=768,
+        moe_intermediate_size=128,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        q_lora_rank=128,
+        kv_lora_rank=128,
+        qk_nope_head_dim=48,
+        qk_rope_head_dim=16,
+        v_head_dim=64,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        first_k_dense_replace=2,
+        index_n_heads=16,
+        index_head_dim=32,
+        index_topk=512,
         indexer_types=scheduled_indexer_types(12, freq=4, offset=3),
-        rope_theta=8e6, max_position_embeddings=1048576,
-        eos_token_id=(12262, 12269, 12271), pad_token_id=12262,
+        rope_theta=8e6,
+        max_position_embeddings=1048576,
+        eos_token_id=(12262, 12269, 12271),
+        pad_token_id=12262,
     ),
 }

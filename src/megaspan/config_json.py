@@ -87,8 +87,11 @@ def field_values(content: dict[str, Any], kinds: dict[str, Any]) -> dict[str, An
         given = content.get(name)
         require(given is None or given == value, name, f"is {given!r}, and only {value!r} is supported")
     heads, kv_heads = content.get("num_attention_heads"), content.get("num_key_value_heads")
-    require(kv_heads in (None, heads), "num_key_value_heads",
-            f"is {kv_heads!r}, but latent attention has as many as num_attention_heads, {heads!r}")
+    require(
+        kv_heads in (None, heads),
+        "num_key_value_heads",
+        f"is {kv_heads!r}, but latent attention has as many as num_attention_heads, {heads!r}",
+    )
     # null means "not given", as in transformers.
     values = {name: content[name] for name in kinds if content.get(name) is not None}
     values.setdefault("dtype", content.get("torch_dtype") or "bfloat16")
@@ -101,8 +104,10 @@ def field_values(content: dict[str, Any], kinds: dict[str, Any]) -> dict[str, An
     if "eos_token_id" in values:
         ids = values["eos_token_id"]
         values["eos_token_id"] = tuple(ids) if isinstance(ids, list) else (ids,)
-    return {name: float(value) if kinds[name] is float and type(value) is int else value
-            for name, value in values.items()}
+    return {
+        name: float(value) if kinds[name] is float and type(value) is int else value
+        for name, value in values.items()
+    }
 
 
 def written_object(values: dict[str, Any]) -> dict[str, Any]:
@@ -115,29 +120,33 @@ def written_object(values: dict[str, Any]) -> dict[str, Any]:
     del written["rope_theta"]
     schedule = schedule_of(values["indexer_types"])
     pattern = "".join("F" if kind == "full" else "S" for kind in values["indexer_types"])
-    return dict(sorted({
-        **written,
-        **FIXED,
-        "architectures": ["GlmMoeDsaForCausalLM"],
-        "eos_token_id": written["eos_token_id"] or None,
-        "ep_size": 1,
-        "head_dim": values["qk_nope_head_dim"],
-        "index_share_for_mtp_iteration": True,
-        "index_skip_topk_offset": schedule[1] if schedule else None,
-        "index_topk_freq": schedule[0] if schedule else None,
-        "index_topk_pattern": None if schedule else pattern,
-        "model_type": MODEL_TYPE,
-        "moe_router_dtype": "float32",
-        "num_key_value_heads": values["num_attention_heads"],
-        "pretraining_tp": 1,
-        "qk_head_dim": values["qk_nope_head_dim"] + values["qk_rope_head_dim"],
-        "rope_parameters": {
-            "rope_theta": int(theta) if theta == int(theta) else theta,
-            "rope_type": "default",
-        },
-        "transformers_version": "5.12.0",
-        "use_cache": True,
-    }.items()))
+    return dict(
+        sorted(
+            {
+                **written,
+                **FIXED,
+                "architectures": ["GlmMoeDsaForCausalLM"],
+                "eos_token_id": written["eos_token_id"] or None,
+                "ep_size": 1,
+                "head_dim": values["qk_nope_head_dim"],
+                "index_share_for_mtp_iteration": True,
+                "index_skip_topk_offset": schedule[1] if schedule else None,
+                "index_topk_freq": schedule[0] if schedule else None,
+                "index_topk_pattern": None if schedule else pattern,
+                "model_type": MODEL_TYPE,
+                "moe_router_dtype": "float32",
+                "num_key_value_heads": values["num_attention_heads"],
+                "pretraining_tp": 1,
+                "qk_head_dim": values["qk_nope_head_dim"] + values["qk_rope_head_dim"],
+                "rope_parameters": {
+                    "rope_theta": int(theta) if theta == int(theta) else theta,
+                    "rope_type": "default",
+                },
+                "transformers_version": "5.12.0",
+                "use_cache": True,
+            }.items()
+        )
+    )
 
 
 def _rope_theta(content: dict[str, Any]) -> Any:

@@ -122,7 +122,7 @@ def _walk(root: Path, on_skip: Callable[[str, str], None]) -> set[str]:
 def _ignored(path: str, specs: Sequence[tuple[str, GitIgnoreSpec]]) -> bool:
     """The deepest .gitignore with a word on the path decides; within a file, its last matching line does."""
     for prefix, spec in reversed(specs):
-        verdict = spec.check_file(path[len(prefix):]).include
+        verdict = spec.check_file(path[len(prefix) :]).include
         if verdict is not None:
             return verdict
     return False
@@ -198,8 +198,10 @@ def text_before_line(text: str, line: int, name: str) -> str:
     if line < 1:
         raise UserError(f"line {line} does not exist: lines count from 1")
     if line > len(lines) + 1:
-        raise UserError(f"line {line} is past the end of {name}, which has {len(lines)} lines: "
-                        f"give at most {len(lines) + 1}")
+        raise UserError(
+            f"line {line} is past the end of {name}, which has {len(lines)} lines: "
+            f"give at most {len(lines) + 1}"
+        )
     return "".join(before + "\n" for before in lines[: line - 1])
 
 

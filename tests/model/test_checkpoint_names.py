@@ -12,6 +12,7 @@ from tests.strategies import configs
 
 DEBUG = ModelConfig.preset("debug")
 
+
 def test_glm_5_2_has_the_published_parameter_counts() -> None:
     config = ModelConfig.preset("glm-5.2")
     sizes = {name: math.prod(shape) for name, shape in expected_tensors(config).items()}

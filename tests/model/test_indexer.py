@@ -20,7 +20,9 @@ def indexer():
 def complex_rotation(states, positions, width, theta):
     """Pairs (0, 1), (2, 3), … as complex numbers, turned by position · theta^(-2j / width)."""
     frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    turn = torch.polar(torch.ones(len(positions), width // 2, dtype=torch.float64), positions[:, None] * frequencies)
+    turn = torch.polar(
+        torch.ones(len(positions), width // 2, dtype=torch.float64), positions[:, None] * frequencies
+    )
     pairs = torch.view_as_complex(states[..., :width].double().unflatten(-1, (-1, 2)).contiguous())
     turned = torch.view_as_real(pairs * turn.view(len(positions), *(1,) * (states.dim() - 2), -1)).flatten(-2)
     return torch.cat((turned, states[..., width:].double()), -1)
@@ -33,7 +35,9 @@ def test_rope_pairs_are_interleaved_on_the_first_dimensions_only(indexer):
     positions = torch.arange(16) * 37
     rotation = Rotation(positions, CONFIG.qk_rope_head_dim, CONFIG.rope_theta)
     arguments = (positions.double(), CONFIG.qk_rope_head_dim, CONFIG.rope_theta)
-    plain_keys = F.layer_norm(hidden @ indexer.wk.weight.T, (16,), indexer.k_norm.weight, indexer.k_norm.bias, 1e-6)
+    plain_keys = F.layer_norm(
+        hidden @ indexer.wk.weight.T, (16,), indexer.k_norm.weight, indexer.k_norm.bias, 1e-6
+    )
     plain_queries = (latent @ indexer.wq_b.weight.T).view(16, 4, 16)
     queries, weights = indexer.queries(hidden, latent, rotation)
     keys = indexer.keys(hidden, rotation)

@@ -175,7 +175,7 @@ def test_order_permuted_physical_rows_change_nothing():
 
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_pipeline_cut_after_any_layer_passes_only_hidden_states_and_selection(cut):
-    """P08: a stage that begins on a shared layer needs the selection, and nothing else, from the one before."""
+    """P08: a stage that begins on a shared layer needs the selection of the one before, and nothing else."""
     model, tokens = random_model(DEBUG), random_tokens(DEBUG, LENGTH)
     batch = Batch.of([tokens])
     with torch.no_grad():

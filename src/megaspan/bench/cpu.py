@@ -136,8 +136,10 @@ def check_agreement(names: Sequence[str], checkpoint: str, threads: int) -> dict
         expected = logits if expected is None else expected
         differences[name] = float((logits - expected).abs().max() / expected.abs().max())
         if not differences[name] <= TOLERANCE:
-            raise UserError(f"no figures: {name} and {names[0]} do not compute the same, their logits differ "
-                            f"by {differences[name]:.1e} of the largest where {TOLERANCE:g} is allowed")
+            raise UserError(
+                f"no figures: {name} and {names[0]} do not compute the same, their logits differ "
+                f"by {differences[name]:.1e} of the largest where {TOLERANCE:g} is allowed"
+            )
     return differences
 
 

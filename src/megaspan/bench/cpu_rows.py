@@ -54,8 +54,11 @@ def rate(answer: dict[str, Any], part: str, length: int) -> float | None:
 
 def memory_growth(measured: Measured, subject: str) -> float | None:
     """A system's peak bytes per token over the last step between lengths, over those of the step before."""
-    peaks = [(length, answer["peak_bytes"]) for (name, length), answer in measured.items()
-             if name == subject and "peak_bytes" in answer and length >= SHORTEST_FOR_MEMORY]
+    peaks = [
+        (length, answer["peak_bytes"])
+        for (name, length), answer in measured.items()
+        if name == subject and "peak_bytes" in answer and length >= SHORTEST_FOR_MEMORY
+    ]
     slopes = [(more - less) / (longer - shorter) for (shorter, less), (longer, more) in pairwise(peaks[-3:])]
     return slopes[1] / slopes[0] if len(slopes) == 2 and slopes[0] > 0 else None
 
@@ -74,12 +77,13 @@ def size(length: int) -> str:
     return f"{length // 1024}K" if length % 1024 == 0 else str(length)
 
 
-def _aims(
-    measured: Measured, part: str, length: int, name: str, gflops: dict[str, float]
-) -> dict[str, Any]:
+def _aims(measured: Measured, part: str, length: int, name: str, gflops: dict[str, float]) -> dict[str, Any]:
     """Target, best peer and floor of one of our rates."""
-    peers = {peer: reached for (peer, at), answer in measured.items()
-             if at == length and peer not in OURS and (reached := rate(answer, part, length)) is not None}
+    peers = {
+        peer: reached
+        for (peer, at), answer in measured.items()
+        if at == length and peer not in OURS and (reached := rate(answer, part, length)) is not None
+    }
     best = max(peers, key=lambda peer: peers[peer], default=None)
     return {
         "target": _target(part, length, peers),

@@ -106,12 +106,15 @@ def llama_tensors(config: ModelConfig, weights: dict[str, Tensor]) -> Iterator[t
             if prefix + name in weights:
                 yield block + llama_name, weights[prefix + name]
         key_value = weights[prefix + "self_attn.kv_b_proj.weight"].view(
-            config.num_attention_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+            config.num_attention_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank
+        )
         key, value = key_value.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
         yield block + "attn_k_b.weight", key.transpose(1, 2)
         yield block + "attn_v_b.weight", value
         if config.mlp_layer_types[layer] == "sparse":
             for part in ("gate", "up", "down"):
-                experts = [weights[f"{prefix}mlp.experts.{expert}.{part}_proj.weight"]
-                           for expert in range(config.n_routed_experts)]
+                experts = [
+                    weights[f"{prefix}mlp.experts.{expert}.{part}_proj.weight"]
+                    for expert in range(config.n_routed_experts)
+                ]
                 yield f"{block}ffn_{part}_exps.weight", torch.stack(experts)

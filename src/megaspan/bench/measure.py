@@ -79,8 +79,14 @@ def measure_apart(job: Job) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", __name__, json.dumps(asdict(job))]
     try:
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True,
-                               timeout=2 * job.limit_s + MARGIN_S, check=False)
+        ended = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=2 * job.limit_s + MARGIN_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return {"limit_s": job.limit_s}
     if ended.returncode != 0:

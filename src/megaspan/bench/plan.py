@@ -86,9 +86,12 @@ def plan(
 def render(result: dict[str, Any]) -> RenderableType:
     """The tables of a plan, for a rich console."""
     heading = Text.assemble(
-        (f"{result['parameters']:,}", "bold"), " parameters, ",
-        (f"{result['active_parameters']:,}", "bold"), " active per token, ",
-        (f"{result['full_layers']}", "bold"), f" of {result['layers']} layers index",
+        (f"{result['parameters']:,}", "bold"),
+        " parameters, ",
+        (f"{result['active_parameters']:,}", "bold"),
+        " active per token, ",
+        (f"{result['full_layers']}", "bold"),
+        f" of {result['layers']} layers index",
     )
     return Group(heading, _flops_table(result), _bytes_table(result), _fits_table(result))
 

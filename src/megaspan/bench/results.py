@@ -143,8 +143,10 @@ def _origins(rows: list[Row]) -> list[str]:
     for row in rows:
         origin = (row.date, row.command, row.machine)
         origins[origin] = origins.get(origin, 0) + 1
-    return [f"- {when}: `{command}` on {machine} ({count} figure{'s' * (count != 1)})"
-            for (when, command, machine), count in origins.items()]
+    return [
+        f"- {when}: `{command}` on {machine} ({count} figure{'s' * (count != 1)})"
+        for (when, command, machine), count in origins.items()
+    ]
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -9,7 +9,9 @@ from megaspan.train.loop import StageTrainer, make_model
 from megaspan.train.recipe import Recipe
 
 
-def measure(recipe_path: str, device: str, steps: int = 10, warmup: int = 3, profile: bool = False) -> list[dict]:
+def measure(
+    recipe_path: str, device: str, steps: int = 10, warmup: int = 3, profile: bool = False
+) -> list[dict]:
     """Run a few steps of every stage from fresh weights; one dict of figures for each stage."""
     recipe = Recipe.read(recipe_path)
     data = TokenFile.open(recipe.corpus, "train")

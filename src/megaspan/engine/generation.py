@@ -41,7 +41,9 @@ class Generation:
             raise UserError("the prompt is empty: give at least one token")
         limit = self.model.config.max_position_embeddings
         if self.length + len(token_ids) > limit:
-            raise UserError(f"the prompt has {len(token_ids)} tokens, more than the model's {limit}: shorten it")
+            raise UserError(
+                f"the prompt has {len(token_ids)} tokens, more than the model's {limit}: shorten it"
+            )
         hidden = None
         for start in range(0, len(token_ids), self.chunk):
             piece = token_ids[start : start + self.chunk]

@@ -54,7 +54,9 @@ def bits_per_byte(
     }
 
 
-def _losses(model: PretrainedModel, inputs: Tensor, targets: Tensor, lengths: list[int], chunk: int) -> Tensor:
+def _losses(
+    model: PretrainedModel, inputs: Tensor, targets: Tensor, lengths: list[int], chunk: int
+) -> Tensor:
     """Cross-entropy [T] of the targets, read a chunk at a time through the cache as in serving."""
     weight, losses = model.lm_head.weight, []
     for sequence, wanted in zip(inputs.split(lengths), targets.split(lengths), strict=True):

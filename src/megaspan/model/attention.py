@@ -7,11 +7,12 @@ from megaspan.config import ModelConfig
 from megaspan.model.batch import Batch
 from megaspan.model.cache import Cache
 from megaspan.model.indexer import Indexer
-from megaspan.model.layers import RMSNorm, Rotation
+from megaspan.model.layers import Linear, RMSNorm, Rotation
 from megaspan.model.observe import AttentionSeen, Observer
 from megaspan.model.selection import Everything, Selection
 from megaspan.ops.budget import working_memory
 from megaspan.ops.dense_attention import dense_attention
+from megaspan.ops.linear import head_combine, head_linear
 from megaspan.ops.rows import RowTable
 from megaspan.ops.sparse_mla import sparse_mla
 
@@ -29,13 +30,13 @@ class Attention(nn.Module):
         )
         self.value_width, self.latent_rank = config.v_head_dim, config.kv_lora_rank
         self.scale = config.qk_head_dim**-0.5
-        self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
+        self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank)
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
-        self.q_b_proj = nn.Linear(config.q_lora_rank, self.heads * config.qk_head_dim, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, config.latent_width, bias=False)
+        self.q_b_proj = Linear(config.q_lora_rank, self.heads * config.qk_head_dim)
+        self.kv_a_proj_with_mqa = Linear(config.hidden_size, config.latent_width)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.rms_norm_eps)
-        self.kv_b_proj = nn.Linear(config.kv_lora_rank, self.heads * (self.nope_width + self.value_width), bias=False)
-        self.o_proj = nn.Linear(self.heads * self.value_width, config.hidden_size, bias=False)
+        self.kv_b_proj = Linear(config.kv_lora_rank, self.heads * (self.nope_width + self.value_width))
+        self.o_proj = Linear(self.heads * self.value_width, config.hidden_size)
         self.indexer = Indexer(config) if config.indexer_types[layer] == "full" else None
 
     def forward(
@@ -52,7 +53,7 @@ class Attention(nn.Module):
         query_latent = self.q_a_layernorm(self.q_a_proj(hidden))
         query_nope, query_rope = (
             self.q_b_proj(query_latent)
-            .unflatten(-1, (self.heads, -1))
+            .view(-1, self.heads, self.nope_width + self.rope_width)
             .split((self.nope_width, self.rope_width), dim=-1)
         )
         query_rope = rotation(query_rope)
@@ -71,7 +72,7 @@ class Attention(nn.Module):
             query = self.absorb(query_nope, query_rope)
             budget = working_memory(rows.device)
             latent = sparse_mla(query, rows, selection.rows, self.latent_rank, self.scale, budget)
-            values = torch.einsum("thc,hvc->thv", latent, self._kv_b()[:, self.nope_width :])
+            values = head_linear(latent, self._kv_b()[:, self.nope_width :])
         else:
             raise ValueError(f"layer {self.layer} is shared, but no selection was handed to it")
         return self.o_proj(values.flatten(1)), selection
@@ -83,7 +84,7 @@ class Attention(nn.Module):
 
     def absorb(self, query_nope: Tensor, query_rope: Tensor) -> Tensor:
         """[T, H, nope], [T, H, rope] → [T, H, W]: queries that meet the latent rows directly."""
-        latent = torch.einsum("thn,hnc->thc", query_nope, self._kv_b()[:, : self.nope_width])
+        latent = head_combine(query_nope, self._kv_b()[:, : self.nope_width])
         return torch.cat((latent, query_rope), dim=-1)
 
     def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +99,9 @@ class Attention(nn.Module):
         if any(batch.past_lengths):
             visible = torch.cat(
                 [
-                    table.rows(torch.tensor([s], device=rows.device), torch.arange(n, device=rows.device)[None])[0]
+                    table.rows(
+                        torch.tensor([s], device=rows.device), torch.arange(n, device=rows.device)[None]
+                    )[0]
                     for s, n in enumerate(batch.total_lengths)
                 ]
             )
@@ -108,4 +111,4 @@ class Attention(nn.Module):
 
     def _kv_b(self) -> Tensor:
         """kv_b_proj's weight as [H, nope + v, latent]."""
-        return self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
+        return self.kv_b_proj.weight.view(self.heads, -1, self.latent_rank)

@@ -22,7 +22,10 @@ class Batch:
 
     @classmethod
     def of(
-        cls, sequences: Sequence[Sequence[int] | Tensor], past: Sequence[int] | None = None, device: str = "cpu"
+        cls,
+        sequences: Sequence[Sequence[int] | Tensor],
+        past: Sequence[int] | None = None,
+        device: str = "cpu",
     ) -> "Batch":
         """Pack the new tokens of S sequences; `past` holds the lengths already cached (default: none)."""
         pieces = [torch.as_tensor(sequence, dtype=torch.long, device=device) for sequence in sequences]

@@ -1,15 +1,15 @@
 """The lightning indexer: which positions are worth attending to (DeepSeek-V3.2, section 2.1)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspan.config import ModelConfig
 from megaspan.model.batch import Batch
-from megaspan.model.layers import Rotation
+from megaspan.model.layers import Linear, Rotation
 from megaspan.model.selection import Selection
 from megaspan.ops.budget import working_memory
 from megaspan.ops.index_topk import index_topk
+from megaspan.ops.linear import linear
 from megaspan.ops.rows import RowTable
 
 K_NORM_EPS = 1e-6  # fixed in every implementation, whatever rms_norm_eps says
@@ -23,30 +23,40 @@ class Indexer(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.heads, self.width, self.rope_width = config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim
+        self.heads, self.width, self.rope_width = (
+            config.index_n_heads,
+            config.index_head_dim,
+            config.qk_rope_head_dim,
+        )
         self.topk = config.index_topk
-        self.wq_b = nn.Linear(config.q_lora_rank, self.heads * self.width, bias=False)
-        self.wk = nn.Linear(config.hidden_size, self.width, bias=False)
+        self.wq_b = Linear(config.q_lora_rank, self.heads * self.width)
+        self.wk = Linear(config.hidden_size, self.width)
         self.k_norm = nn.LayerNorm(self.width, eps=K_NORM_EPS)
-        self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+        self.weights_proj = Linear(config.hidden_size, self.heads)
 
     def keys(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         """hidden [T, D] → index keys [T, index_head_dim], one for all heads."""
         return self._rotate(self.k_norm(self.wk(hidden.detach())), rotation)
 
     def queries(self, hidden: Tensor, query_latent: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """hidden [T, D], query latent [T, q_lora_rank] → queries [T, heads, width], float32 weights [T, heads].
+        """hidden [T, D], query latent [T, q_lora_rank] → queries [T, heads, width], fp32 weights [T, heads].
 
         The scales of the heads and of the dot products are folded into the weights; ReLU commutes
         with them. bf16 weights would reorder near ties, so they stay in float32.
         """
-        query = self.wq_b(query_latent.detach()).unflatten(-1, (self.heads, self.width))
+        query = self.wq_b(query_latent.detach()).view(-1, self.heads, self.width)
         scale = self.heads**-0.5 * self.width**-0.5
-        weights = F.linear(hidden.detach().float(), self.weights_proj.weight.float()) * scale
+        weights = linear(hidden.detach().float(), self.weights_proj.weight.float()) * scale
         return self._rotate(query, rotation), weights
 
     def forward(
-        self, hidden: Tensor, query_latent: Tensor, keys: Tensor, table: RowTable, batch: Batch, rotation: Rotation
+        self,
+        hidden: Tensor,
+        query_latent: Tensor,
+        keys: Tensor,
+        table: RowTable,
+        batch: Batch,
+        rotation: Rotation,
     ) -> Selection:
         """Select for each of the T tokens among the cached index keys [N, width]."""
         with torch.no_grad():

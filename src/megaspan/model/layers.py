@@ -1,8 +1,10 @@
 """Small layers: RMS norm, rotary embedding, SwiGLU."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from megaspan.ops.linear import linear, rms_norm
+from megaspan.ops.moe import swiglu
 
 
 class RMSNorm(nn.Module):
@@ -14,8 +16,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # Apart from the norm: the fused backward of the weight is slow, and transformers rounds here too.
-        return F.rms_norm(hidden, self.weight.shape, eps=self.eps) * self.weight
+        return rms_norm(hidden, self.weight, self.eps)
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias on states [T, inputs]."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight)
 
 
 class MLP(nn.Module):
@@ -23,29 +34,29 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size)
+        self.up_proj = Linear(hidden_size, intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return swiglu(hidden, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
 
 
 class Rotation:
     """Rotary position embedding (RoFormer, section 3.2) of the positions of one batch.
 
-    Interleaved: dimensions 2j and 2j + 1 form a pair. Angles are taken in float64, because a float32
-    product is off by 0.01 rad at position 1,000,000.
+    Interleaved: dimensions 2j and 2j + 1 are a complex number, turned by position · theta^(-2j / width).
+    Angles are taken in float64, because a float32 product is off by 0.01 rad at position 1,000,000.
     """
 
     def __init__(self, positions: Tensor, width: int, theta: float):
         exponents = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
         angles = positions.double()[:, None] * (1.0 / theta**exponents).double()  # [T, width / 2]
-        self.cos, self.sin = angles.cos().float(), angles.sin().float()
+        self.turn = torch.complex(angles.cos().float(), angles.sin().float())
+        self.turn_heads = self.turn[:, None]
 
     def __call__(self, states: Tensor) -> Tensor:
         """Rotate [T, width] or [T, heads, width], keeping its dtype."""
-        shape = (len(self.cos), *(1,) * (states.dim() - 2), -1)
-        cos, sin = self.cos.view(shape), self.sin.view(shape)
-        even, odd = states.float().unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(states.dtype)
+        pairs = states.float().contiguous().view(*states.shape[:-1], -1, 2)
+        turned = torch.view_as_complex(pairs) * (self.turn if states.dim() == 2 else self.turn_heads)
+        return torch.view_as_real(turned).view(states.shape).to(states.dtype)

@@ -1,12 +1,12 @@
 """Mixture of experts with sigmoid routing and a bias that balances the load (DeepSeek-V3, section 2.1.2)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspan.config import ModelConfig
 from megaspan.model.layers import MLP
 from megaspan.model.observe import Observer, RoutingSeen
+from megaspan.ops.linear import linear
 from megaspan.ops.moe import moe
 
 
@@ -17,12 +17,14 @@ class Router(nn.Module):
         super().__init__()
         self.topk, self.scaling = config.num_experts_per_tok, config.routed_scaling_factor
         self.normalise = config.norm_topk_prob
-        self.weight = nn.Parameter(torch.zeros(config.n_routed_experts, config.hidden_size, dtype=torch.float32))
+        self.weight = nn.Parameter(
+            torch.zeros(config.n_routed_experts, config.hidden_size, dtype=torch.float32)
+        )
         self.e_score_correction_bias = nn.Buffer(torch.zeros(config.n_routed_experts, dtype=torch.float32))
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, D] → expert ids [T, k] int64, expert weights [T, k] float32."""
-        scores = F.linear(hidden.float(), self.weight.float()).sigmoid()
+        scores = linear(hidden.float(), self.weight.float()).sigmoid()
         expert_ids = (scores.detach() + self.e_score_correction_bias).topk(self.topk, dim=-1).indices
         weights = scores.gather(-1, expert_ids)
         if self.normalise:

@@ -9,7 +9,7 @@ from megaspan.config import ModelConfig
 from megaspan.model.attention import Attention
 from megaspan.model.batch import Batch
 from megaspan.model.cache import Cache
-from megaspan.model.layers import MLP, RMSNorm, Rotation
+from megaspan.model.layers import MLP, Linear, RMSNorm, Rotation
 from megaspan.model.moe import MoE, Router
 from megaspan.model.observe import Observer
 from megaspan.model.selection import Everything, Selection
@@ -40,7 +40,9 @@ class DecoderLayer(nn.Module):
         )
         hidden = hidden + attended
         normed = self.post_attention_layernorm(hidden)
-        return hidden + (self.mlp(normed, observe) if isinstance(self.mlp, MoE) else self.mlp(normed)), selection
+        return hidden + (
+            self.mlp(normed, observe) if isinstance(self.mlp, MoE) else self.mlp(normed)
+        ), selection
 
 
 class Stack(nn.Module):
@@ -60,7 +62,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.model = Stack(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -110,7 +112,9 @@ class Transformer(nn.Module):
             if "norm" in name:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
-                drawn = torch.empty(parameter.shape).normal_(0.0, self.config.initializer_range, generator=generator)
+                drawn = torch.empty(parameter.shape).normal_(
+                    0.0, self.config.initializer_range, generator=generator
+                )
                 parameter.copy_(drawn)
         for module in self.modules():
             if isinstance(module, Router):

@@ -8,7 +8,12 @@ from torch import Tensor
 
 
 def dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, query_lengths: Sequence[int], key_lengths: Sequence[int], scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_lengths: Sequence[int],
+    key_lengths: Sequence[int],
+    scale: float,
 ) -> Tensor:
     """query [T, H, D], key [N, H, D], value [N, H, V] → [T, H, V]; differentiable.
 
@@ -18,17 +23,27 @@ def dense_attention(
         return _flash(query, key, value, query_lengths, key_lengths, scale)
     pieces = []
     for query_s, key_s, value_s in zip(
-        query.split(list(query_lengths)), key.split(list(key_lengths)), value.split(list(key_lengths)), strict=True
+        query.split(list(query_lengths)),
+        key.split(list(key_lengths)),
+        value.split(list(key_lengths)),
+        strict=True,
     ):
         hidden_keys = len(key_s) - len(query_s)
         seen = torch.ones(len(query_s), len(key_s), dtype=torch.bool, device=query.device).tril(hidden_keys)
         heads_first = (states.transpose(0, 1)[None] for states in (query_s, key_s, value_s))
-        pieces.append(F.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=scale)[0].transpose(0, 1))
+        pieces.append(
+            F.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=scale)[0].transpose(0, 1)
+        )
     return torch.cat(pieces)
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, query_lengths: Sequence[int], key_lengths: Sequence[int], scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_lengths: Sequence[int],
+    key_lengths: Sequence[int],
+    scale: float,
 ) -> Tensor:
     """The variable-length flash kernel, whose heads must be equally wide for keys and values."""
     width = query.shape[-1]

@@ -34,7 +34,9 @@ class TokenFile:
         starts = np.array([document["start"] for document in table["documents"]], dtype=np.int64)
         tokens = np.memmap(path, dtype=np.uint16, mode="r")
         if len(tokens) != table["tokens"]:
-            raise UserError(f"{path} has {len(tokens)} tokens, but {index} says {table['tokens']}: build it again")
+            raise UserError(
+                f"{path} has {len(tokens)} tokens, but {index} says {table['tokens']}: build it again"
+            )
         return cls(tokens, starts)
 
     def window(self, start: int, length: int) -> tuple[Tensor, Tensor, list[int]]:

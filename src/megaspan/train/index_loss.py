@@ -45,7 +45,9 @@ class IndexLoss:
         with torch.no_grad():
             targets = self._attention(seen)
         group = self.groups[-1]
-        group.targets = [a + b for a, b in zip(group.targets, targets, strict=True)] if group.layers else targets
+        group.targets = (
+            [a + b for a, b in zip(group.targets, targets, strict=True)] if group.layers else targets
+        )
         group.layers += 1
 
     def value(self) -> Tensor:

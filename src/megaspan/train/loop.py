@@ -84,13 +84,17 @@ class StageTrainer:
         others: dict[float, list[Tensor]] = {stage.learning_rate: [], stage.index_learning_rate: []}
         for name, master in masters.items():
             if not _is_matrix(name, master):
-                others[stage.index_learning_rate if ".indexer." in name else stage.learning_rate].append(master)
+                others[stage.index_learning_rate if ".indexer." in name else stage.learning_rate].append(
+                    master
+                )
         optimizers: list[torch.optim.Optimizer] = []
         if matrices:
             optimizers.append(Muon(matrices, stage.matrix_learning_rate, weight_decay=stage.weight_decay))
         groups = [{"params": members, "lr": rate} for rate, members in others.items() if members]
         if groups:
-            optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, foreach=True))
+            optimizers.append(
+                torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, foreach=True)
+            )
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["peak"] = group["lr"]
@@ -143,7 +147,9 @@ def _run_stage(trainer: StageTrainer, out: Path, number: int) -> Iterator[dict[s
     columns = ("[bold]{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[figures]}")
     with (
         SummaryWriter(str(out / "tensorboard" / f"{number}-{stage.name}")) as writer,
-        Progress(*(TextColumn(c) if isinstance(c, str) else c for c in columns), TimeRemainingColumn()) as bar,
+        Progress(
+            *(TextColumn(c) if isinstance(c, str) else c for c in columns), TimeRemainingColumn()
+        ) as bar,
     ):
         task = bar.add_task(stage.name, total=stage.steps, completed=trainer.step, figures="")
         clock, since = time.monotonic(), trainer.step

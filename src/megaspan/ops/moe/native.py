@@ -42,9 +42,9 @@ def supports(hidden: Tensor, slots: int, experts: int) -> bool:
     slots: experts to each token; experts: all there are.
     """
     return (
-        hidden.device.type == "cpu"
+        hidden.is_cpu
         and hidden.dtype in (torch.float32, torch.bfloat16)
-        and len(hidden) * slots <= FEW_TOKENS * experts
+        and hidden.shape[0] * slots <= FEW_TOKENS * experts
         and _function() is not None
     )
 
@@ -61,12 +61,16 @@ def moe_native(
 
 def swiglu_native(hidden: Tensor, gate_proj: Tensor, up_proj: Tensor, down_proj: Tensor) -> Tensor:
     """As `swiglu`, on the CPU, without gradients: one expert that every token goes to."""
-    expert_ids = torch.zeros(len(hidden), 1, dtype=torch.int64)
-    expert_weights = torch.ones(len(hidden), 1)
+    expert_ids, expert_weights = _only_expert(hidden.shape[0])
     if up_proj.shape != gate_proj.shape or up_proj.dtype != gate_proj.dtype:
         raise ValueError("gate_proj and up_proj differ in shape or dtype")
     gate, up = gate_proj.contiguous()[None], up_proj.contiguous()
     return _run(hidden, expert_ids, expert_weights, gate, up.data_ptr(), down_proj[None])
+
+
+@functools.lru_cache(maxsize=8)
+def _only_expert(tokens: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1)
 
 
 def _run(

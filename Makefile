@@ -1,0 +1,66 @@
+# Each target sets up what it needs. `make demo` and `make test` are all that a fresh machine has to run.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SOURCES := pyproject.toml constraints.txt
+
+DEMO := build/demo
+DEMO_PROJECT := httpx==0.28.1
+DEMO_FILE := httpx/_client.py
+DEMO_LINE := 1093
+
+.PHONY: demo test lint format plan bench results clean
+
+demo: $(VENV)/run.stamp $(DEMO)/project
+	$(BIN)/megaspan complete --repo $(DEMO)/project --file $(DEMO_FILE) --line $(DEMO_LINE) \
+		--context 32768 --max-tokens 128
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/pyright
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+plan: $(VENV)/run.stamp
+	$(BIN)/megaspan plan --config glm-5.2 --context 1048576
+
+bench: $(VENV)/bench.stamp
+	$(BIN)/megaspan bench cpu --record
+
+results: $(VENV)/dev.stamp
+	$(BIN)/megaspan bench results
+
+# What the demo completes: a project that the model has not been trained on, from the package index.
+$(DEMO)/project: | $(VENV)/run.stamp
+	mkdir -p $(DEMO)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+		--dest $(DEMO) $(DEMO_PROJECT)
+	$(BIN)/python -m zipfile -e $(DEMO)/*.whl $(DEMO)/unpacked
+	mv $(DEMO)/unpacked $@
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone, at the tested version: a range would let the installer fetch gigabytes of CUDA.
+$(VENV)/run.stamp: $(SOURCES) | $(VENV)/bin/python
+	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	$(PIP) --editable '.[dev,train]'
+	touch $@
+
+$(VENV)/bench.stamp: $(VENV)/dev.stamp
+	$(PIP) --editable '.[bench]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
