@@ -8,7 +8,7 @@ SOURCES := pyproject.toml constraints.txt
 DEMO := build/demo
 DEMO_PROJECT := httpx==0.28.1
 DEMO_FILE := httpx/_client.py
-DEMO_LINE := 1093
+DEMO_LINE := 1821
 
 .PHONY: demo test lint format plan bench results clean
 

@@ -200,11 +200,14 @@ def train(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the state in the folder.")] = False,
     start_from: Annotated[Path | None, typer.Option(help="Begin with this checkpoint's weights.")] = None,
+    stop_after: Annotated[
+        float, typer.Option(min=0, help="Seconds after which to save the state and stop.")
+    ] = float("inf"),
 ) -> None:
     """Train a model by a recipe."""
     from megaspan.train.loop import train as run
 
-    run(recipe, out, device, resume, start_from)
+    run(recipe, out, device, resume, start_from, stop_after)
 
 
 @app.command("eval")
@@ -263,6 +266,47 @@ def bench_cpu(
         _print_json(result)
     else:
         Console().print(cpu.render(result))
+
+
+@bench.command("model")
+def bench_model(
+    corpus: Annotated[Path, typer.Option(help="Folder that `megaspan corpus` wrote.")],
+    model: ModelFolder = MODEL,
+    windows: Annotated[int, typer.Option(min=1, help="Held-out windows for bits per byte.")] = 100,
+    completions: Annotated[int, typer.Option(min=1, help="Held-out functions to complete.")] = 100,
+    record: Annotated[bool, typer.Option("--record", help="Put the figures into docs/results.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Held-out bits per byte, completions that parse, and speed at 32K of the shipped model."""
+    from megaspan.bench import shipped
+
+    figures = shipped.run(
+        str(model), str(corpus), windows, completions, lambda said: print(said, file=sys.stderr)
+    )
+    if record:
+        options = f"--windows {windows} --completions {completions} --record"
+        shipped.record(figures, f"megaspan bench model --corpus {corpus} {options}")
+    if as_json:
+        _print_json(figures)
+
+
+@bench.command("training")
+def bench_training(
+    recipe: Annotated[Path, typer.Option(help="A TOML recipe.")] = Path("recipes/span-code.toml"),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each stage to time.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens per second and memory of each stage of a training recipe, from fresh weights."""
+    from rich.console import Console
+
+    from megaspan.bench import training
+
+    stages = training.measure(recipe, device, steps, say=lambda said: print(said, file=sys.stderr))
+    if as_json:
+        _print_json({"stages": stages})
+    else:
+        Console().print(training.render(stages))
 
 
 @bench.command("results")

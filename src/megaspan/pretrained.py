@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megaspan.cache.transient import TransientCache
 from megaspan.config import ModelConfig
-from megaspan.engine.generation import generate
+from megaspan.engine.generation import check_prompt, generate
 from megaspan.errors import UserError
 from megaspan.model.batch import Batch
 from megaspan.model.checkpoint import load_model_weights, write_checkpoint
@@ -23,8 +23,9 @@ class PretrainedModel(Transformer):
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
-        """token_ids [T] → float32 logits [T, V] of the whole sequence."""
-        batch = Batch.of([token_ids], device=str(self.lm_head.weight.device))
+        """token_ids [T] → float32 logits [T, V] of the whole sequence. UserError for ids it cannot read."""
+        prompt = check_prompt(self.config, token_ids)
+        batch = Batch.of([prompt], device=str(self.lm_head.weight.device))
         return self.unembed(self(batch, TransientCache()))
 
     def generate(
@@ -69,7 +70,9 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: str) ->
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
-        fast_bf16 = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        # Builds without oneDNN lack the question, and the fast product.
+        fast_cpu = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        fast_bf16 = device != "cpu" or fast_cpu
         dtype = config.dtype if fast_bf16 else "float32"
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"dtype {dtype!r} is not supported: use auto, float32 or bfloat16")

@@ -140,8 +140,9 @@ class TextStream:
         self._token_bytes = tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._token_bytes[int(token_id)])
+    def push(self, token_id: int, skip: int = 0) -> str:
+        """The text that a token completes, without the token's first `skip` bytes."""
+        return self._decoder.decode(self._token_bytes[int(token_id)][skip:])
 
     def finish(self) -> str:
         """The rest: U+FFFD when the ids ended inside a character, else nothing."""

@@ -58,8 +58,8 @@ class GrowingCache:
         """Bytes of the rows written so far: {"latent": …, "index": …}."""
         tokens = sum(self.lengths)
         return {
-            "latent": sum(tokens * rows[0].nbytes for rows in self.latent),
-            "index": sum(tokens * keys[0].nbytes for keys in self.index.values()),
+            "latent": sum(tokens * rows.shape[1] * rows.element_size() for rows in self.latent),
+            "index": sum(tokens * keys.shape[1] * keys.element_size() for keys in self.index.values()),
         }
 
     def _write(self, storage: Tensor, batch: Batch, rows: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from rich.progress import (
 )
 
 from megaspan.bench.memory import Format
+from megaspan.complete.healing import Healing, split_blank_end
 from megaspan.complete.memory import check_memory, fitting_context
 from megaspan.complete.report import Completion
 from megaspan.config import ModelConfig
@@ -88,7 +89,7 @@ def complete(
     dtype = _dtype(request, config)
     tokenizer = _tokenizer(request, config)
     skipped: Counter[str] = Counter()
-    prompt = _prompt(request, config, dtype, tokenizer, skipped)
+    prompt, blank_end = _prompt(request, config, dtype, tokenizer, skipped)
     completion = Completion(
         config=config,
         prompt_tokens=len(prompt.token_ids),
@@ -103,7 +104,8 @@ def complete(
         logits = _read(generation, prompt.token_ids, completion, console)
         if console.is_terminal:
             console.print(_ending(tokenizer, prompt), style="dim", markup=False, highlight=False, end="")
-        _generate(generation, logits, request, tokenizer, completion, write)
+        healing = Healing(blank_end, tokenizer.token_bytes)
+        _generate(generation, logits, request, tokenizer, healing, completion, write)
     except KeyboardInterrupt:
         completion.stopped_by = "interrupt"
     memory = generation.cache.memory()
@@ -156,13 +158,14 @@ def _settings(request: Request, dtype: str) -> dict[str, Any]:
 
 def _prompt(
     request: Request, config: ModelConfig, dtype: Format, tokenizer: Tokenizer, skipped: Counter[str]
-) -> Prompt:
-    """The prompt as token ids, after every check that can be made before the weights are read."""
+) -> tuple[Prompt, bytes]:
+    """The prompt as token ids, and the white space taken off its end, after every check before the work."""
     if request.prompt_file is not None:
-        token_ids = tokenizer.encode(_prompt_text(request.prompt_file))
+        text, blank_end = split_blank_end(_prompt_text(request.prompt_file))
+        token_ids = tokenizer.encode(text)
         _check_length(len(token_ids), request, config)
         check_memory(config, dtype, len(token_ids), request.max_tokens, CHUNK)
-        return Prompt(token_ids, (), (), None)
+        return Prompt(token_ids, (), (), None), blank_end
     assert request.repo is not None
     assert request.file is not None
     context = _context(request, config, dtype)
@@ -171,7 +174,8 @@ def _prompt(
         raise UserError(f"{request.repo} holds no text files: give a repository with some")
     target = read_target(request.repo, request.file, request.line)
     name = request.repo.resolve().name
-    return pack(tokenizer, order_by_distance(files, target), target.path, target.text, context, name)
+    text, blank_end = split_blank_end(target.text)
+    return pack(tokenizer, order_by_distance(files, target), target.path, text, context, name), blank_end
 
 
 def _prompt_text(prompt_file: str) -> str:
@@ -243,6 +247,7 @@ def _generate(
     logits: Any,
     request: Request,
     tokenizer: Tokenizer,
+    healing: Healing,
     completion: Completion,
     write: Callable[[str], None],
 ) -> None:
@@ -257,12 +262,13 @@ def _generate(
     started = time.perf_counter()
     while True:
         # A padded vocabulary has logits beyond the last token.
-        token_id = sample(logits[: tokenizer.vocab_size], request.temperature, generator)
+        allowed = healing.restrict(logits[: tokenizer.vocab_size])
+        token_id = sample(allowed, request.temperature, generator)
         if token_id in ends:
             completion.stopped_by = "end"
             return
         completion.token_ids.append(token_id)
-        text = stream.push(token_id)
+        text = stream.push(token_id, healing.accept(token_id))
         completion.text += text
         write(text)
         if len(completion.token_ids) == request.max_tokens:

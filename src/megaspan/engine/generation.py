@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megaspan.cache.growing import GrowingCache
+from megaspan.config import ModelConfig
 from megaspan.errors import UserError
 from megaspan.model.batch import Batch
 from megaspan.model.transformer import Transformer
@@ -17,12 +18,14 @@ class Generation:
     """One sequence in a growing cache.
 
     capacity: tokens to reserve room for. chunk: tokens read per forward pass of the prompt.
-    index_dtype: of the cached index keys; default bf16 where the processor multiplies bf16, else the model's.
+    index_dtype: of the cached index keys, by default the model's; bf16 keys halve what the index scan reads.
     """
 
     def __init__(
         self, model: Transformer, capacity: int, chunk: int = 512, index_dtype: torch.dtype | None = None
     ):
+        if chunk < 1:
+            raise UserError(f"chunk is {chunk}: read at least 1 token at a time")
         self.model, self.chunk = model, chunk
         weight = model.lm_head.weight
         self.cache = GrowingCache(
@@ -37,13 +40,7 @@ class Generation:
     @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int] | Tensor, on_progress: Progress | None = None) -> Tensor:
         """Read the prompt [T]; return the float32 logits [V] after its last token."""
-        if len(token_ids) == 0:
-            raise UserError("the prompt is empty: give at least one token")
-        limit = self.model.config.max_position_embeddings
-        if self.length + len(token_ids) > limit:
-            raise UserError(
-                f"the prompt has {len(token_ids)} tokens, more than the model's {limit}: shorten it"
-            )
+        token_ids = check_prompt(self.model.config, token_ids, self.length)
         hidden = None
         for start in range(0, len(token_ids), self.chunk):
             piece = token_ids[start : start + self.chunk]
@@ -58,11 +55,40 @@ class Generation:
         """Read one more token; return the float32 logits [V] after it."""
         if self.length >= self.model.config.max_position_embeddings:
             raise UserError(f"the context is full: the model reads {self.length} tokens at most")
+        if not 0 <= token_id < self.model.config.vocab_size:
+            raise UserError(_outside(token_id, self.model.config))
         return self.model.unembed(self._read([token_id]))[0]
 
     def _read(self, token_ids: Sequence[int] | Tensor) -> Tensor:
         device = self.model.lm_head.weight.device
         return self.model(Batch.of([token_ids], [self.length], device=str(device)), self.cache)
+
+
+def check_prompt(config: ModelConfig, token_ids: Sequence[int] | Tensor, past: int = 0) -> Tensor:
+    """The prompt as int64 [T], checked: a UserError says what the model cannot read after `past` tokens."""
+    if len(token_ids) == 0:
+        raise UserError("the prompt is empty: give at least one token")
+    try:
+        ids = torch.as_tensor(token_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"the prompt must be a list of token ids: {error}") from None
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
+        raise UserError(f"the prompt must be a list of token ids, not {ids.dtype} of shape {list(ids.shape)}")
+    limit = config.max_position_embeddings
+    if past + len(ids) > limit:
+        after = f" after {past} others" if past else ""
+        raise UserError(f"the prompt has {len(ids)} tokens{after}, more than the model's {limit}: shorten it")
+    outside = (ids < 0) | (ids >= config.vocab_size)
+    if outside.any():
+        raise UserError(_outside(int(ids[outside][0]), config))
+    return ids.long()
+
+
+def _outside(token_id: int, config: ModelConfig) -> str:
+    return (
+        f"token id {token_id} is outside the model's vocabulary of {config.vocab_size}: "
+        "encode the text with the model's own tokenizer"
+    )
 
 
 def generate(
@@ -73,26 +99,43 @@ def generate(
     seed: int | None = None,
     chunk: int = 512,
 ) -> Iterator[int]:
-    """Yield up to `max_tokens` sampled token ids, the end-of-sequence id included if it comes."""
+    """Yield up to `max_tokens` sampled token ids, the end-of-sequence id included if it comes.
+
+    Fewer come where the model's `max_position_embeddings` are full. Raises UserError at once for what it
+    cannot do, before the first token is asked for.
+    """
+    prompt = check_prompt(model.config, token_ids)
     if max_tokens < 1:
         raise UserError(f"max_tokens is {max_tokens}: ask for at least 1")
+    _check_temperature(temperature)
     generator = torch.Generator()
     generator.manual_seed(seed) if seed is not None else generator.seed()
-    generation = Generation(model, len(token_ids) + max_tokens, chunk)
-    logits = generation.prefill(token_ids)
-    for produced in range(1, max_tokens + 1):
-        token_id = sample(logits, temperature, generator)
-        yield token_id
-        if token_id in model.config.eos_token_id or produced == max_tokens:
-            return
-        logits = generation.step(token_id)
+    readable = model.config.max_position_embeddings - len(prompt)
+    max_tokens = min(max_tokens, readable + 1)  # the last one is not read
+    generation = Generation(model, len(prompt) + max_tokens, chunk)
+
+    def tokens() -> Iterator[int]:
+        logits = generation.prefill(prompt)
+        for produced in range(1, max_tokens + 1):
+            token_id = sample(logits, temperature, generator)
+            yield token_id
+            if token_id in model.config.eos_token_id or produced == max_tokens:
+                return
+            logits = generation.step(token_id)
+
+    return tokens()
 
 
 def sample(logits: Tensor, temperature: float, generator: torch.Generator | None = None) -> int:
     """Draw a token id from logits [V]; temperature 0 takes the best, the lowest id among equals."""
-    if temperature < 0:
-        raise UserError(f"temperature is {temperature}: it must be 0 or more")
+    _check_temperature(temperature)
     if temperature == 0:
         return int(logits.argmax())
-    probabilities = (logits.cpu().double() / temperature).softmax(-1)
+    below_best = logits.cpu().double() - logits.max().item()  # so that no quotient overflows
+    probabilities = (below_best / temperature).softmax(-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature >= 0:
+        raise UserError(f"temperature is {temperature}: it must be 0 or more")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megaspan.cache.growing import GrowingCache
+from megaspan.errors import UserError
 from megaspan.model.batch import Batch
 from megaspan.pretrained import PretrainedModel
 from megaspan.train.data import TokenFile
@@ -26,15 +27,25 @@ def bits_per_byte(
 
     windows: how many, evenly spread over the held-out projects; all by default. A window that reaches
     into the next project is read as two sequences. Bytes are those of the predicted tokens' text.
-    Returns bits_per_byte, nats_per_token, tokens and bytes.
+    Returns bits_per_byte, nats_per_token, tokens, bytes and context. Raises UserError when the model has
+    no tokenizer, or another than the corpus was made with, or the corpus has no window of text.
     """
+    if model.tokenizer is None:
+        raise UserError("the model has no tokenizer.json, so the bytes of its tokens are unknown")
+    if context > model.config.max_position_embeddings:
+        limit = model.config.max_position_embeddings
+        raise UserError(f"a context of {context} is more than the model's {limit} positions")
     data = TokenFile.open(corpus, "heldout")
-    assert model.tokenizer is not None
+    data.require_vocabulary(model.tokenizer.vocab_size)
     special = set(model.tokenizer.special_tokens.values())
     byte_lengths = torch.tensor(
         [0 if number in special else len(text) for number, text in enumerate(model.tokenizer.token_bytes)]
     )
     available = (len(data.tokens) - 1) // context
+    if available < 1:
+        raise UserError(
+            f"{corpus} has {len(data.tokens)} held-out tokens, too few for a context of {context}"
+        )
     count = min(windows or available, available)
     nats, tokens, size = 0.0, 0, 0
     for number in range(count):
@@ -45,6 +56,8 @@ def bits_per_byte(
         size += int(byte_lengths[targets[counted]].sum())
         if on_progress is not None:
             on_progress(number + 1, count)
+    if not size:
+        raise UserError(f"the held-out windows of {corpus} hold no text to predict: give a longer context")
     return {
         "bits_per_byte": nats / math.log(2) / size,
         "nats_per_token": nats / tokens,

@@ -57,7 +57,8 @@ class Attention(nn.Module):
             .split((self.nope_width, self.rope_width), dim=-1)
         )
         query_rope = rotation(query_rope)
-        rows = cache.write_latent(self.layer, batch, self.new_rows(hidden, rotation))
+        new_rows = self.new_rows(hidden, rotation)
+        rows = cache.write_latent(self.layer, batch, new_rows)
         if self.indexer is not None:
             # Keys are written even when nothing is scored: a later token may look back at them.
             keys = cache.write_index(self.layer, batch, self.indexer.keys(hidden, rotation))
@@ -67,7 +68,8 @@ class Attention(nn.Module):
             observe(AttentionSeen(self, hidden, query_latent, query_nope, query_rope, rows, rotation))
         if isinstance(selection, Everything):
             query = torch.cat((query_nope, query_rope), dim=-1)
-            values = self._attend_everything(query, rows, table, batch)
+            in_order = rows if rows is new_rows else rows[self._visible(table, batch)]
+            values = self._attend_everything(query, in_order, batch)
         elif selection is not None:
             query = self.absorb(query_nope, query_rope)
             budget = working_memory(rows.device)
@@ -94,18 +96,17 @@ class Attention(nn.Module):
         key_nope, values = keys_values.split((self.nope_width, self.value_width), dim=-1)
         return torch.cat((key_nope, key_rope[:, None].expand(-1, self.heads, -1)), dim=-1), values
 
-    def _attend_everything(self, query: Tensor, rows: Tensor, table: RowTable, batch: Batch) -> Tensor:
+    def _visible(self, table: RowTable, batch: Batch) -> Tensor:
+        """[N] int64: the rows of every sequence in order, which a cache may keep anywhere."""
+        device = table.starts.device
+        pieces = [
+            table.rows(torch.tensor([sequence], device=device), torch.arange(length, device=device)[None])
+            for sequence, length in enumerate(batch.total_lengths)
+        ]
+        return torch.cat(pieces, dim=1)[0]
+
+    def _attend_everything(self, query: Tensor, rows: Tensor, batch: Batch) -> Tensor:
         """Dense attention, cheaper than a selection of everything and equal to it."""
-        if any(batch.past_lengths):
-            visible = torch.cat(
-                [
-                    table.rows(
-                        torch.tensor([s], device=rows.device), torch.arange(n, device=rows.device)[None]
-                    )[0]
-                    for s, n in enumerate(batch.total_lengths)
-                ]
-            )
-            rows = rows[visible]
         key, value = self.expand(rows)
         return dense_attention(query, key, value, batch.query_lengths, batch.total_lengths, self.scale)
 

@@ -25,7 +25,7 @@ class LoadBalance:
         worst = torch.ones(())
         for router, count in self.counts.items():
             load = count.float()
-            router.e_score_correction_bias += self.rate * (load.mean() - load).sign()
+            router.e_score_correction_bias.add_(self.rate * (load.mean() - load).sign())
             worst = torch.maximum(worst.to(load.device), load.max() / load.mean())
         self.counts.clear()
         return worst

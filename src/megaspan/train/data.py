@@ -30,14 +30,27 @@ class TokenFile:
         path, index = Path(folder) / f"{split}.bin", Path(folder) / "documents.json"
         if not path.exists() or not index.exists():
             raise UserError(f"{folder} holds no {split} split: build it with `megaspan corpus`")
-        table = json.loads(index.read_text())[split]
-        starts = np.array([document["start"] for document in table["documents"]], dtype=np.int64)
-        tokens = np.memmap(path, dtype=np.uint16, mode="r")
-        if len(tokens) != table["tokens"]:
+        try:
+            table = json.loads(index.read_text(encoding="utf-8"))[split]
+            starts = np.array([document["start"] for document in table["documents"]], dtype=np.int64)
+            expected = int(table["tokens"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{index} does not describe the {split} split: build the corpus again") from None
+        if path.stat().st_size != 2 * expected:
             raise UserError(
-                f"{path} has {len(tokens)} tokens, but {index} says {table['tokens']}: build it again"
+                f"{path} has {path.stat().st_size / 2:g} tokens, but {index} says {expected}: build it again"
             )
-        return cls(tokens, starts)
+        if not expected:
+            raise UserError(f"{path} is empty: name projects for the {split} split in the manifest")
+        return cls(np.memmap(path, dtype="<u2", mode="r"), starts)
+
+    def require_vocabulary(self, size: int) -> None:
+        """Raise UserError when a token is outside a vocabulary of `size`."""
+        if (largest := int(self.tokens.max())) >= size:
+            raise UserError(
+                f"the corpus holds token {largest}, but the vocabulary has {size}: it was made with another"
+                " tokenizer"
+            )
 
     def window(self, start: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
         """Tokens [length] from `start`, the token after each (IGNORED past its document's end), and the

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from megaspan.cache.transient import TransientCache
@@ -14,15 +13,18 @@ from megaspan.config import ModelConfig
 from megaspan.errors import UserError
 from megaspan.model.observe import AttentionSeen, RoutingSeen
 from megaspan.model.selection import EVERYTHING
-from megaspan.pretrained import PretrainedModel, save
+from megaspan.pretrained import PretrainedModel, load, save
 from megaspan.tokenizer import Tokenizer
 from megaspan.train.balance import LoadBalance
 from megaspan.train.data import TokenFile, training_pack
 from megaspan.train.index_loss import IndexLoss
 from megaspan.train.losses import next_token_loss
 from megaspan.train.optimizer import MasterWeights, Muon
+from megaspan.train.progress import StageProgress
 from megaspan.train.recipe import Recipe, Stage
-from megaspan.train.state import load_state, save_state
+from megaspan.train.state import FILE, load_state, save_state
+
+SHOW_EVERY = 10  # steps; a figure makes the processor wait for the device
 
 
 class StageTrainer:
@@ -80,20 +82,20 @@ class StageTrainer:
 
     def _optimizers(self, masters: dict[str, Tensor]) -> list[torch.optim.Optimizer]:
         stage = self.stage
-        matrices = [master for name, master in masters.items() if _is_matrix(name, master)]
-        others: dict[float, list[Tensor]] = {stage.learning_rate: [], stage.index_learning_rate: []}
+        groups: dict[str, list[Tensor]] = {"matrix": [], "other": [], "indexer": []}
         for name, master in masters.items():
-            if not _is_matrix(name, master):
-                others[stage.index_learning_rate if ".indexer." in name else stage.learning_rate].append(
-                    master
-                )
+            groups[_kind(name, master)].append(master)
         optimizers: list[torch.optim.Optimizer] = []
-        if matrices:
-            optimizers.append(Muon(matrices, stage.matrix_learning_rate, weight_decay=stage.weight_decay))
-        groups = [{"params": members, "lr": rate} for rate, members in others.items() if members]
-        if groups:
+        if groups["matrix"]:
             optimizers.append(
-                torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, foreach=True)
+                Muon(groups["matrix"], stage.matrix_learning_rate, weight_decay=stage.weight_decay)
+            )
+        # By what they hold and not by their rate: an edited rate must not change which state is whose.
+        rates = (("other", stage.learning_rate), ("indexer", stage.index_learning_rate))
+        others = [{"params": groups[kind], "lr": rate} for kind, rate in rates if groups[kind]]
+        if others:
+            optimizers.append(
+                torch.optim.AdamW(others, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, foreach=True)
             )
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -111,82 +113,95 @@ def train(
 ) -> dict[str, float]:
     """Run a recipe and write the model to `out`.
 
-    resume: go on from the state in `out`. start_from: begin with the weights of this checkpoint.
-    stop_after: seconds after which to save the state and return. Returns the last step's figures.
+    resume: go on from the state in `out`, by the recipe as it is now. start_from: begin with the weights
+    of this checkpoint. stop_after: seconds after which to save the state and return. Returns the last
+    step's figures, none when nothing was left to do.
     """
-    recipe = Recipe.read(recipe_path)
-    out = Path(out)
+    deadline = time.monotonic() + stop_after
+    recipe, out = Recipe.read(recipe_path), Path(out)
+    if not resume and (out / FILE).exists():
+        raise UserError(f"{out} holds the state of another run: go on with --resume, or give another folder")
     data = TokenFile.open(recipe.corpus, "train")
     model = make_model(recipe, device, start_from)
-    started = time.monotonic()
-    number, trainer = 0, StageTrainer(model, recipe, recipe.stages[0], data)
-    if resume:
-        number, trainer = load_state(out, lambda n: StageTrainer(model, recipe, recipe.stages[n], data))
-    elif (out / "state.pt").exists():
-        raise UserError(f"{out} holds the state of another run: go on with --resume, or give another folder")
-    figures: dict[str, float] = {}
+    _check_fit(model, recipe, data)
+
+    def begin(number: int) -> StageTrainer:
+        if number >= len(recipe.stages):
+            raise UserError(f"the state is in stage {number + 1}, but the recipe has {len(recipe.stages)}")
+        return StageTrainer(model, recipe, recipe.stages[number], data)
+
+    number, trainer = load_state(out, begin) if resume else (0, begin(0))
     while True:
-        for figures in _run_stage(trainer, out, number):
-            if time.monotonic() - started > stop_after:
-                save_state(out, number, trainer)
-                return figures
+        figures = _run_stage(trainer, out, number, deadline)
+        if trainer.step < trainer.stage.steps:
+            return figures
         number += 1
-        if number == len(recipe.stages):
+        if number >= len(recipe.stages):
             break
-        trainer = StageTrainer(model, recipe, recipe.stages[number], data)
-        save_state(out, number, trainer)
+        trainer = begin(number)
     save(model, out)
     return figures
 
 
-def _run_stage(trainer: StageTrainer, out: Path, number: int) -> Iterator[dict[str, float]]:
-    """Train to the end of the stage; yield figures every few steps, having shown and logged them."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    stage, every = trainer.stage, 10
-    columns = ("[bold]{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[figures]}")
-    with (
-        SummaryWriter(str(out / "tensorboard" / f"{number}-{stage.name}")) as writer,
-        Progress(
-            *(TextColumn(c) if isinstance(c, str) else c for c in columns), TimeRemainingColumn()
-        ) as bar,
-    ):
-        task = bar.add_task(stage.name, total=stage.steps, completed=trainer.step, figures="")
-        clock, since = time.monotonic(), trainer.step
+def _run_stage(trainer: StageTrainer, out: Path, number: int, deadline: float) -> dict[str, float]:
+    """Train to the end of the stage or to the deadline, and save the state there and every so often."""
+    stage, figures = trainer.stage, {}
+    with StageProgress(stage, out / "tensorboard" / f"{number}-{stage.name}", trainer.step) as progress:
         while trainer.step < stage.steps:
             results = trainer.train_step()
-            if trainer.step % every == 0 or trainer.step == stage.steps:
+            progress.advance(trainer.step)
+            stopping = trainer.step >= stage.steps or time.monotonic() >= deadline
+            saving = stopping or trainer.step % trainer.recipe.save_every == 0
+            if saving or trainer.step % SHOW_EVERY == 0:
                 figures = {name: float(value) for name, value in results.items()}  # waits for the device
-                if not all(math.isfinite(value) for value in figures.values()):
-                    raise UserError(f"{stage.name}, step {trainer.step}: {figures}; lower the learning rate")
-                now = time.monotonic()
-                rate = (trainer.step - since) * stage.tokens_per_step / (now - clock)
-                clock, since = now, trainer.step
-                figures |= {"step": trainer.step, "tokens_per_second": rate}
-                for name, value in figures.items():
-                    writer.add_scalar(name, value, trainer.step)
-                shown = " ".join(f"{name} {value:.4g}" for name, value in figures.items() if name != "step")
-                bar.update(task, completed=trainer.step, figures=shown)
-                if not bar.console.is_terminal and trainer.step % (10 * every) == 0:
-                    print(f"{stage.name} {trainer.step}/{stage.steps} {shown}", flush=True)
-                yield figures
-            if trainer.step % trainer.recipe.save_every == 0:
+                _require_finite(figures, trainer)
+                figures = progress.show(trainer.step, figures)
+            if saving:
                 save_state(out, number, trainer)
+            if stopping:
+                break
+    return figures
+
+
+def _require_finite(figures: dict[str, float], trainer: StageTrainer) -> None:
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            raise UserError(
+                f"stage {trainer.stage.name!r}, step {trainer.step}: {name} is {value}; lower the learning"
+                " rates and go on from the last saved state with --resume"
+            )
+
+
+def _check_fit(model: PretrainedModel, recipe: Recipe, data: TokenFile) -> None:
+    """Raise UserError where the model cannot read what the recipe gives it."""
+    data.require_vocabulary(model.config.vocab_size)
+    for stage in recipe.stages:
+        if stage.context > (limit := model.config.max_position_embeddings):
+            raise UserError(
+                f"stage {stage.name!r}: context {stage.context} is more than the model's {limit} positions"
+            )
 
 
 def make_model(recipe: Recipe, device: str, start_from: str | Path | None) -> PretrainedModel:
-    from megaspan.pretrained import load
-
+    """The model that a run begins with: fresh weights, or those of the checkpoint `start_from`."""
+    if device != "cpu" and not (device.split(":")[0] == "cuda" and torch.cuda.is_available()):
+        raise UserError(f"there is no device {device!r} here: give cpu, or cuda on a machine with a GPU")
     if start_from is not None:
         return load(start_from, recipe.dtype, device).train()
     config = ModelConfig.named(recipe.config)
+    tokenizer = Tokenizer.load(recipe.tokenizer)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"{recipe.tokenizer} has {tokenizer.vocab_size} tokens, but the config's vocab_size is"
+            f" {config.vocab_size}"
+        )
     model = PretrainedModel(config)
     model.initialise(recipe.seed)
     routers = {id(p) for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")}
     for parameter in model.parameters():
         if id(parameter) not in routers:
             parameter.data = parameter.data.to(getattr(torch, recipe.dtype))
-    model.tokenizer = Tokenizer.load(recipe.tokenizer)
+    model.tokenizer = tokenizer
     return model.to(device)
 
 
@@ -198,7 +213,9 @@ def _learning(model: PretrainedModel, stage: Stage) -> Iterator[tuple[str, torch
             yield name, parameter
 
 
-def _is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon takes it: a matrix inside a layer, but neither the router's nor an indexer's."""
-    inside = ".layers." in name and ".indexer." not in name and not name.endswith("mlp.gate.weight")
-    return inside and parameter.dim() >= 2
+def _kind(name: str, parameter: Tensor) -> str:
+    """Muon takes the "matrix" ones: those inside a layer but for the router's and the indexers'."""
+    if ".indexer." in name:
+        return "indexer"
+    inside = ".layers." in name and not name.endswith("mlp.gate.weight")
+    return "matrix" if inside and parameter.dim() >= 2 else "other"

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 NEWTON_SCHULZ = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
                  (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))  # fmt: skip
@@ -31,18 +32,21 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     by_shape[parameter.shape].append(parameter)
             for parameters in by_shape.values():
-                self._step_alike(parameters, group)
+                self._step_alike(parameters, group["lr"], group["momentum"], group["weight_decay"])
 
-    def _step_alike(self, parameters: list[Tensor], group: dict) -> None:
-        gradients = [parameter.grad for parameter in parameters]
-        momenta = [self._momentum(parameter) for parameter in parameters]
-        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-        looking_ahead = torch._foreach_lerp(gradients, momenta, group["momentum"])
+    def _step_alike(self, parameters: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
+        """Change parameters of one shape, whose updates are orthogonalised in one batch."""
+        looking_ahead = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            assert gradient is not None
+            average = self._momentum(parameter).lerp_(gradient, 1 - momentum)
+            looking_ahead.append(gradient.lerp(average, momentum))
         shape = parameters[0].shape
         updates = orthogonalise(torch.stack(looking_ahead).flatten(0, -3)).view(len(parameters), *shape)
         size = 0.2 * max(shape[-2:]) ** 0.5
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(parameters, list(updates.to(parameters[0].dtype)), alpha=-group["lr"] * size)
+        for parameter, update in zip(parameters, updates, strict=True):
+            parameter.mul_(1 - lr * weight_decay).add_(update.to(parameter.dtype), alpha=-lr * size)
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -82,13 +86,14 @@ class MasterWeights:
 
     def take_gradients(self, clip: float) -> Tensor:
         """Move the gradients to the masters, scaled so that their norm is at most `clip`; return the norm."""
-        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p.grad is not None]
-        gradients = [parameter.grad.float() for parameter, _ in pairs if parameter.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        torch._foreach_mul_(gradients, (clip / (norm + 1e-6)).clamp(max=1.0))
-        for (parameter, master), gradient in zip(pairs, gradients, strict=True):
-            parameter.grad = None
-            master.grad = gradient
+        gradients = []
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if parameter.grad is not None:
+                gradient, parameter.grad = parameter.grad.float(), None
+                master.grad = gradient
+                gradients.append(gradient)
+        norm = get_total_norm(gradients)
+        clip_grads_with_norm_(self.masters, clip, norm)
         return norm
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """Save and load all that a run needs to go on exactly where it stopped."""
 
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,27 +21,53 @@ def save_state(folder: Path, number: int, trainer: "StageTrainer") -> None:
     state = {
         "stage": number,
         "step": trainer.step,
+        "learn": trainer.stage.learn,
         "model": trainer.model.state_dict(),
         "masters": trainer.weights.masters,
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
     }
-    folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{FILE}.{os.getpid()}"
-    torch.save(state, unfinished)
-    unfinished.replace(folder / FILE)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may keep the new name without its content
+        unfinished.replace(folder / FILE)
+    except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise UserError(f"cannot write the state to {folder / FILE}: {reason}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def load_state(folder: Path, make: Callable[[int], "StageTrainer"]) -> tuple[int, "StageTrainer"]:
-    """Return the saved stage's number and a trainer made by `make(number)` in the saved state."""
-    if not (folder / FILE).exists():
+    """Return the saved stage's number and a trainer made by `make(number)` in the saved state.
+
+    Rates and other settings are those that `make` gave: a recipe edited since then counts.
+    """
+    path = folder / FILE
+    if not path.exists():
         raise UserError(f"{folder} holds no {FILE} to resume from: start without --resume")
-    state = torch.load(folder / FILE, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path} is damaged: start again in another folder") from error
     trainer = make(state["stage"])
+    if trainer.stage.learn != state["learn"]:
+        raise UserError(
+            f"{path} is in a stage that learns {state['learn']!r}, but stage {trainer.stage.name!r} of the"
+            f" recipe learns {trainer.stage.learn!r}: resume with the recipe it was made with"
+        )
     trainer.step = state["step"]
-    trainer.model.load_state_dict(state["model"])
+    try:
+        trainer.model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise UserError(f"{path} is of a model with another config than the recipe's") from error
     with torch.no_grad():
         for master, saved in zip(trainer.weights.masters, state["masters"], strict=True):
             master.copy_(saved)
     for optimizer, saved in zip(trainer.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
+        settings = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": saved["state"], "param_groups": settings})
     return state["stage"], trainer

@@ -11,9 +11,10 @@
 enum { BLOCK = 32, WIDEST = 1024 }; /* outputs that are one piece of work; columns that `combine` sums at once */
 
 typedef struct {
-    const void *states, *weights; /* [T, H, in] with strides; [H, rows, columns], rows contiguous */
+    const void *states, *weights; /* [T, H, in] and [H, rows, columns], the last dimension contiguous */
     void *output;                 /* [T, H, out], contiguous */
-    int64_t tokens, heads, inputs, outputs, state_token_stride, state_head_stride, weight_head_stride;
+    int64_t tokens, heads, inputs, outputs, state_token_stride, state_head_stride;
+    int64_t weight_head_stride, weight_row_stride;
     int32_t is_bf16, threads;
 } Call;
 
@@ -42,7 +43,7 @@ INLINE void store(void *base, int64_t at, float x, int is_bf16) {
 INLINE void multiply(const Call *c, int64_t h, int64_t first, int is_bf16) {
     const int64_t last = first + BLOCK < c->outputs ? first + BLOCK : c->outputs;
     for (int64_t o = first; o < last; o++) {
-        const int64_t row = h * c->weight_head_stride + o * c->inputs;
+        const int64_t row = h * c->weight_head_stride + o * c->weight_row_stride;
         for (int64_t t = 0; t < c->tokens; t++) {
             const int64_t state = t * c->state_token_stride + h * c->state_head_stride;
             float sum = 0;
@@ -61,7 +62,7 @@ INLINE void combine(const Call *c, int64_t h, int is_bf16) {
         memset(sums, 0, c->outputs * sizeof(float));
         for (int64_t i = 0; i < c->inputs; i++) {
             const float x = load(c->states, state + i, is_bf16);
-            const int64_t row = h * c->weight_head_stride + i * c->outputs;
+            const int64_t row = h * c->weight_head_stride + i * c->weight_row_stride;
             for (int64_t o = 0; o < c->outputs; o++) sums[o] += x * load(c->weights, row + o, is_bf16);
         }
         for (int64_t o = 0; o < c->outputs; o++)

@@ -20,7 +20,8 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("states", "weights", "output")],
         *[(name, ctypes.c_int64) for name in ("tokens", "heads", "inputs", "outputs")],
-        *[(name, ctypes.c_int64) for name in ("token_stride", "head_stride", "weight_head_stride")],
+        *[(name, ctypes.c_int64) for name in ("token_stride", "head_stride")],
+        *[(name, ctypes.c_int64) for name in ("weight_head_stride", "weight_row_stride")],
         *[(name, ctypes.c_int32) for name in ("is_bf16", "threads")],
     )
 
@@ -53,9 +54,11 @@ def supports(states: Tensor, weights: Tensor) -> bool:
 def can_take(states: Tensor, weights: Tensor) -> bool:
     """Whether the compiled version computes these operands, without gradients."""
     return (
-        states.dtype == weights.dtype
+        states.dtype in (torch.float32, torch.bfloat16)
+        and weights.dtype == states.dtype
         and not (torch.is_grad_enabled() and (states.requires_grad or weights.requires_grad))
         and states.is_cpu
+        and weights.is_cpu
         and states.stride(-1) == 1
         and weights.stride(-1) == 1
         and _library() is not None
@@ -78,6 +81,8 @@ def head_linear_native(states: Tensor, weights: Tensor) -> Tensor:
 
 def head_combine_native(states: Tensor, weights: Tensor) -> Tensor:
     """states [T, H, I], weights [H, I, O] → [T, H, O]; O at most WIDEST."""
+    if weights.shape[2] > WIDEST:
+        raise ValueError(f"head_combine sums at most {WIDEST} columns at once, not {weights.shape[2]}")
     output = states.new_empty(states.shape[0], weights.shape[0], weights.shape[2])
     _run("head_combine", states, weights, output, weights.shape[2])
     return output
@@ -88,6 +93,8 @@ def rms_norm_native(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     library = _library()
     assert library is not None
     tokens, width = states.shape
+    if len(weight) != width:
+        raise ValueError(f"states {list(states.shape)} and weight {list(weight.shape)} do not fit")
     output = states.new_empty(tokens, width)
     library.rms_norm(
         states.data_ptr(),
@@ -105,7 +112,7 @@ def rms_norm_native(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _run(name: str, states: Tensor, weights: Tensor, output: Tensor, outputs: int) -> None:
     heads, rows, columns = weights.shape
     inputs = states.shape[2]
-    if states.shape[1] != heads or rows * columns != inputs * outputs or weights.stride(1) != columns:
+    if states.shape[1] != heads or rows * columns != inputs * outputs:
         raise ValueError(f"states {list(states.shape)} and weights {list(weights.shape)} do not fit")
     call = _Call(
         states.data_ptr(),
@@ -118,6 +125,7 @@ def _run(name: str, states: Tensor, weights: Tensor, output: Tensor, outputs: in
         states.stride(0),
         states.stride(1),
         weights.stride(0),
+        weights.stride(1),
         states.dtype == torch.bfloat16,
         torch.get_num_threads() if weights.numel() > WORTH_THREADS else 1,
     )
