@@ -47,7 +47,10 @@ def repo(tmp_path: Path) -> Path:
 
 
 class Scripted:
-    """A model that says `script` whatever it reads; an exception in the script is raised in its turn."""
+    """A model that says `script` whatever it reads: first the line end that was taken off the prompt.
+
+    An exception in the script is raised in its turn.
+    """
 
     def __init__(self, script: list):
         self.script, self.read, self.cache = list(script), [], self
@@ -89,7 +92,7 @@ def test_it_reads_the_packed_repository_and_streams_until_the_file_ends(
     model: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = job.Request(model=model, repo=repo, file="a.py", line=2)
-    completion, scripted, written = run(monkeypatch, request, [*b"x\xc3\xa9", FILE])
+    completion, scripted, written = run(monkeypatch, request, [*b"\nx\xc3\xa9", FILE])
     tokenizer = Tokenizer.load(model)
     read = tokenizer.decode(scripted.read)
     assert read == "<|repository|>project\n<|file|>b.py\nbee\n<|file|>a.py\none\nx\xe9"
@@ -97,8 +100,8 @@ def test_it_reads_the_packed_repository_and_streams_until_the_file_ends(
     assert completion.stopped_by == "end"
     assert completion.files_included == ("b.py", "a.py")
     assert completion.skipped == {"not text": 1}
-    assert completion.decode_steps == 3
-    assert completion.prompt_tokens == completion.tokens_read == len(scripted.read) - 3
+    assert completion.decode_steps == 4
+    assert completion.prompt_tokens == completion.tokens_read == len(scripted.read) - 4
     assert completion.latent_bytes == 3 * completion.index_bytes == 3 * len(scripted.read)
 
 
@@ -113,15 +116,15 @@ def test_each_end_stops_before_it_is_written(model: Path, monkeypatch: pytest.Mo
 
 
 def test_max_tokens_reads_no_token_in_vain(model: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = job.Request(model=model, repo=repo, file="a.py", max_tokens=2)
-    completion, scripted, written = run(monkeypatch, request, [97, 98])
+    request = job.Request(model=model, repo=repo, file="a.py", max_tokens=3)
+    completion, scripted, written = run(monkeypatch, request, [*b"\nab"])
     assert (completion.stopped_by, written, scripted.script) == ("max_tokens", "ab", [])
 
 
 def test_interrupted_while_generating(model: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = job.Request(model=model, repo=repo, file="a.py")
-    completion, _, written = run(monkeypatch, request, [97, 98, KeyboardInterrupt()])
-    assert (completion.stopped_by, written, completion.decode_steps) == ("interrupt", "ab", 1)
+    completion, _, written = run(monkeypatch, request, [*b"\nab", KeyboardInterrupt()])
+    assert (completion.stopped_by, written, completion.decode_steps) == ("interrupt", "ab", 2)
     assert completion.decode_speed is not None
 
 

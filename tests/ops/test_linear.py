@@ -81,7 +81,9 @@ def test_not_finite_numbers_come_through(dtype):
     assert torch.equal(native.linear_native(states, weight)[1], states[1])
     assert native.rms_norm_native(states, weight[0], 1e-5)[0].isnan().all()
     largest = torch.finfo(dtype).max
-    doubled = native.linear_native(torch.full((1, 1), largest, dtype=dtype), torch.full((1, 1), 2, dtype=dtype))
+    doubled = native.linear_native(
+        torch.full((1, 1), largest, dtype=dtype), torch.full((1, 1), 2, dtype=dtype)
+    )
     assert doubled.isinf().all()
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import time
-from codeop import PyCF_ALLOW_INCOMPLETE_INPUT
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,14 +14,15 @@ from megaspan.eval.bits import bits_per_byte
 from megaspan.pretrained import PretrainedModel, load
 from megaspan.train.data import TokenFile
 
+ALLOW_INCOMPLETE_INPUT = 0x4000  # codeop.PyCF_ALLOW_INCOMPLETE_INPUT, absent from its type stubs
 LONG, PROMPT, BODY = 32768, 2048, 160  # tokens: of the speed test, before a completion, of a completion
-ABOUT = (
-    "Held-out projects are those that the corpus manifest keeps out of training. Bits per byte: every token of "
-    "windows of 4,096, each predicted from nothing but its own window, read in the sparse attention that is served. "
-    "Completions: a function of a held-out file is cut after its `def` line, the model writes the body from the "
-    f"{PROMPT:,} tokens before, greedily and {BODY} tokens at most, and the file up to the body's last whole line is parsed: Python, or the beginning of it. "
-    "Speed: the first 32,768 held-out tokens in chunks of 512, then 64 single steps (median)."
-)
+ABOUT = f"""\
+Held-out projects are those that the corpus manifest keeps out of training. Bits per byte: every
+token of windows of 4,096, each predicted from nothing but its own window, with the sparse attention
+that is served. Completions: a function of a held-out file is cut after its `def` line, the model
+writes the body from the {PROMPT:,} tokens before it, greedily and {BODY} tokens at most, and the
+file up to the body's last whole line must be Python or the beginning of it. Speed: the first 32,768
+held-out tokens in chunks of 512, then 64 single steps (median)."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ def run(
 
 def record(figures: dict[str, float], command: str) -> None:
     """Put the figures into docs/results/span-code."""
-    origin = {"command": command, "machine": machine(), "date": today()}
-    write_rows(
-        "span-code",
-        [
-            Row(name="held-out bits per byte at 4K", value=figures["bits"], unit="bits", better="lower",
-                target=1.0, **origin),
-            Row(name="completions that are syntactically Python", value=100 * figures["parsed"], unit="%",
-                better="higher", target=90.0, **origin),
-            Row(name="prefill of 32K", value=figures["prefill"], unit="tok/s", better="higher", target=600.0, **origin),
-            Row(name="decode at 32K", value=figures["decode"], unit="tok/s", better="higher", target=50.0, **origin),
-        ],
-        about=ABOUT,
-    )  # fmt: skip
+    where, when = machine(), today()
+    rows = [
+        ("held-out bits per byte at 4K", figures["bits"], "bits", "lower", 1.0),
+        ("completions that are syntactically Python", 100 * figures["parsed"], "%", "higher", 90.0),
+        ("prefill of 32K", figures["prefill"], "tok/s", "higher", 600.0),
+        ("decode at 32K", figures["decode"], "tok/s", "higher", 50.0),
+    ]
+    named = [
+        Row(name=name, value=value, unit=unit, better=better, target=target,
+            command=command, machine=where, date=when)
+        for name, value, unit, better, target in rows
+    ]  # fmt: skip
+    write_rows("span-code", named, about=ABOUT)
 
 
 def speed(model: PretrainedModel, corpus: str) -> dict[str, float]:
@@ -84,7 +84,9 @@ def parsed_share(model: PretrainedModel, corpus: str, completions: int) -> float
     """The share of completed function bodies with which the file still parses."""
     cuts = list(function_cuts(model, corpus))
     if not cuts:
-        raise UserError(f"{corpus} has no held-out Python function to complete: build it with `megaspan corpus`")
+        raise UserError(
+            f"{corpus} has no held-out Python function to complete: build it with `megaspan corpus`"
+        )
     chosen = [cuts[number * len(cuts) // completions] for number in range(min(completions, len(cuts)))]
     return sum(parses(cut, complete_body(model, cut)) for cut in chosen) / len(chosen)
 
@@ -123,7 +125,7 @@ def complete_body(model: PretrainedModel, cut: Cut) -> str:
 
 
 def body_lines(text: str, indentation: int) -> list[str]:
-    """The lines before the first whole one that is indented no deeper than the `def`; never the unfinished last."""
+    """The whole lines before the first that is indented no deeper than the `def`."""
     kept = []
     for line in text.splitlines(keepends=True):
         depth = len(line) - len(line.lstrip())
@@ -137,7 +139,7 @@ def parses(cut: Cut, body: str) -> bool:
     """Whether the file up to the body's last whole line is Python, or would be if it went on."""
     if not body.strip():
         return False
-    flags = ast.PyCF_ONLY_AST | PyCF_ALLOW_INCOMPLETE_INPUT
+    flags = ast.PyCF_ONLY_AST | ALLOW_INCOMPLETE_INPUT
     try:
         compile(cut.before.rstrip() + body, "completion", "exec", flags)
     except (SyntaxError, ValueError) as error:

@@ -17,10 +17,13 @@ class RowTable:
     page_size: int
 
     def rows(self, sequence_ids: Tensor, positions: Tensor) -> Tensor:
-        """Turn positions [T, K] of the sequences [T] into int64 row numbers [T, K]; -1 stays -1."""
+        """Turn positions [T, K] of the sequences [T] into int64 row numbers [T, K]; -1 stays -1.
+
+        IndexError for a sequence that is not in the table.
+        """
         positions_TK = positions.long()
         if self.starts.shape[1] == 1:  # one page: a contiguous cache
-            first_T1 = self.starts if len(self.starts) == 1 else self.starts[sequence_ids]
+            first_T1 = self.starts.index_select(0, sequence_ids)
             return (first_T1 + positions_TK).where(positions_TK >= 0, -1)
         known_TK = positions_TK.clamp(min=0)
         starts_TK = self.starts[sequence_ids[:, None], known_TK // self.page_size]

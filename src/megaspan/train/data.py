@@ -1,6 +1,7 @@
 """Packs of tokens from a tokenised corpus, the same for the same seed and step."""
 
 import functools
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class TokenFile:
         for cut in cuts:
             targets[cut - 1] = IGNORED
         edges = [0, *(cut for cut in cuts if cut < length), length]
-        return inputs, targets, [b - a for a, b in zip(edges, edges[1:], strict=False)]
+        return inputs, targets, [b - a for a, b in itertools.pairwise(edges)]
 
 
 def training_pack(

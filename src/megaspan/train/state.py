@@ -51,7 +51,9 @@ def load_state(folder: Path, make: Callable[[int], "StageTrainer"]) -> tuple[int
         raise UserError(f"{folder} holds no {FILE} to resume from: start without --resume")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except PermissionError:
+        raise
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"{path} is damaged: start again in another folder") from error
     trainer = make(state["stage"])
     if trainer.stage.learn != state["learn"]:
