@@ -1,4 +1,4 @@
-"""Sparse latent attention: every version against the plain loop."""
+"""Sparse latent attention: every version against the plain loop. P numbers are faults other engines had."""
 
 from dataclasses import dataclass
 
@@ -132,6 +132,23 @@ def test_shuffled_pages_change_no_bit(version):
     shuffled = table.rows(torch.zeros(len(case.selected), dtype=torch.int64), case.selected)
     expected = version(*case.operands)
     assert version(case.query, shuffled_rows, shuffled, case.value_width, case.scale).equal(expected)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_rows_beyond_two_to_the_31_elements(version):
+    """P18: in a cache so large that an offset of 32 bits would wrap to another row."""
+    case = make_case(dtype=torch.bfloat16)
+    row_count, width = case.rows.shape
+    first = (1 << 31) // width + 1
+    try:  # only the pages that are touched will exist
+        storage = torch.UntypedStorage((first + row_count) * width * case.rows.itemsize)
+    except RuntimeError:
+        pytest.skip("no address space for a sparse 4 GB")
+    rows = torch.empty(0, dtype=case.rows.dtype).set_(storage, 0, (first + row_count, width), (width, 1))
+    rows[first:] = case.rows
+    selected = torch.where(case.selected >= 0, case.selected + first, -1)
+    actual = version(case.query, rows, selected, case.value_width, case.scale)
+    assert actual.equal(version(*case.operands))
 
 
 @needs_native
