@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from megaspan.ops import native
 from megaspan.ops.index_topk import index_topk, index_topk_blocked, index_topk_native, index_topk_reference
 from megaspan.ops.index_topk.blocked import tile_shape
 from megaspan.ops.index_topk.native import SOURCE, Problem, plan
 from megaspan.ops.rows import RowTable
+from tests.allocations import peak_bytes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 MIB = 1 << 20
@@ -252,20 +252,6 @@ def test_token_without_sequence_order(select):
 
 def test_no_tokens(select):
     assert select(make([[9]]).at(slice(0, 0))).shape == (0, 8)
-
-
-def peak_bytes(call) -> int:
-    """The most memory that PyTorch's allocator held at once during `call`, beyond what it held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    live = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            most = max(most, live)
-    return most
 
 
 @pytest.mark.parametrize("length", [1024, 16384])

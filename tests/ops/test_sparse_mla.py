@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from megaspan.ops.rows import RowTable
 from megaspan.ops.sparse_mla import native, sparse_mla, sparse_mla_gathered, sparse_mla_reference
+from tests.allocations import peak_bytes
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 needs_native = pytest.mark.skipif(
@@ -210,19 +210,6 @@ def test_gradients_equal_those_of_the_plain_loop_and_ignore_poison():
         output = version(query, rows, case.selected, case.value_width, case.scale)
         grads.append(torch.autograd.grad(output.square().sum(), (query, rows)))
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
-
-
-def peak_bytes(work) -> int:
-    """The most memory that PyTorch had allocated on the CPU at once, beyond what it had at the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        work()
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    held = peak = 0
-    for event in events:
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 @pytest.mark.parametrize("heads", [1, 16])
