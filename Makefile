@@ -48,7 +48,8 @@ $(DEMO)/project: | $(VENV)/run.stamp
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch first and alone, at the tested version: a range would let the installer fetch gigabytes of CUDA.
+# torch first and alone, at the tested version. Which build that is (CPU or CUDA) is up to pip's own settings:
+# see README for taking the CPU build where the default index serves CUDA.
 $(VENV)/run.stamp: $(SOURCES) | $(VENV)/bin/python
 	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(PIP) --editable .

@@ -11,10 +11,10 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from megaspan import complete as job
-from megaspan.bench.memory import cache_bytes_per_token
 from megaspan.complete import memory
 from megaspan.complete.report import Completion
 from megaspan.config import ModelConfig
+from megaspan.costs.memory import cache_bytes_per_token
 from megaspan.errors import UserError
 from megaspan.tokenizer import Tokenizer, byte_alphabet
 
@@ -148,6 +148,7 @@ def test_flops_are_those_of_the_plan(model: Path, repo: Path, monkeypatch: pytes
 def test_context_is_what_fits_unless_it_is_asked(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """P22: what is free is read anew each time, not once when the program starts."""
     repo = tmp_path / "large"
     repo.mkdir()
     for name in "abc":
@@ -156,7 +157,6 @@ def test_context_is_what_fits_unless_it_is_asked(
     fixed = memory.fixed_memory(config, "float32", job.CHUNK)
     row = cache_bytes_per_token(config, "float32", mtp=False)
     free = fixed + 1100 * row
-    # Read anew each time: what was free when the program started says nothing.
     monkeypatch.setattr(memory, "available_memory", lambda: free)
     request = job.Request(model=model, repo=repo, file="a.py", max_tokens=10)
     completion, _, _ = run(monkeypatch, request, [END])

@@ -92,6 +92,7 @@ def test_the_published_file_and_the_preset_are_the_same() -> None:
 
 
 def test_published_schedule() -> None:
+    """P02: 21 full layers, not the 20 of a schedule that is off by one."""
     config = ModelConfig.preset("glm-5.2")
     assert config.full_layers == PUBLISHED_FULL
     assert [layer for layer in range(78) if config.is_full(layer)] == list(PUBLISHED_FULL)
@@ -128,6 +129,7 @@ def test_round_trip(config: ModelConfig) -> None:
     ],
 )
 def test_sharing_keys(keys: dict[str, Any], full: Any) -> None:
+    """P02: the list beats the pattern, which beats the schedule; no frequency means no sharing."""
     assert ModelConfig.from_json(by_schedule(**keys)).full_layers == tuple(full)
 
 

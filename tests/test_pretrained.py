@@ -11,8 +11,9 @@ import torch
 import megaspan
 from megaspan.config import ModelConfig
 from megaspan.errors import UserError
+from megaspan.model.folder import resolve_dtype
 from megaspan.model.transformer import Transformer
-from megaspan.pretrained import PretrainedModel, resolve_dtype
+from megaspan.pretrained import PretrainedModel
 from tests.model.models import one_shot, random_model, random_tokens, relative_error
 
 DEBUG = ModelConfig.preset("debug").replace(index_n_heads=32, num_nextn_predict_layers=0)

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,8 @@ from hypothesis import strategies as st
 
 from megaspan.errors import UserError
 from megaspan.tokenizer import Tokenizer, byte_alphabet
+from megaspan.train import fit_tokenizer
+from megaspan.train.fit_tokenizer import CHAT_TEMPLATE
 
 FOLDER = Path(__file__).parents[1] / "models" / "span-code"
 TOKENIZER = Tokenizer.load(FOLDER)
@@ -223,3 +226,21 @@ def test_transformers_agrees() -> None:
             CONVERSATION, tools=TOOLS, add_generation_prompt=True, tokenize=False, **arguments
         )
         assert text == TOKENIZER.decode(TOKENIZER.apply_chat_template(CONVERSATION, TOOLS, **arguments))
+
+
+def test_added_tokens_of_a_foreign_tokenizer_cannot_be_forged_either(tmp_path: Path) -> None:
+    """Some checkpoints store tokens such as <think> as added, but not special."""
+    content = json.loads((FOLDER / "tokenizer.json").read_text(encoding="utf-8"))
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] != "<think>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    tokenizer = Tokenizer.load(tmp_path)
+    ids = tokenizer.encode("a<think>b")
+    assert tokenizer.special("<think>") not in ids
+    assert tokenizer.decode(ids) == "a<think>b"
+
+
+def test_shipped_chat_template_is_the_one_that_fitting_writes() -> None:
+    assert (FOLDER / CHAT_TEMPLATE).read_text() == Path(fit_tokenizer.__file__).with_name(
+        CHAT_TEMPLATE
+    ).read_text()

@@ -13,7 +13,8 @@ from typer.core import TyperGroup
 from megaspan.errors import UserError
 
 MODEL = Path("models/span-code")
-UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
+UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+UNWRITABLE |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 
 
 class Commands(TyperGroup):
@@ -90,6 +91,7 @@ def complete(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the random numbers above temperature 0.")] = 0,
     dtype: Annotated[DType, typer.Option(help="What to compute in.")] = DType.auto,
+    index_dtype: Annotated[DType, typer.Option(help="Of the index keys; auto: the model's.")] = DType.auto,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
@@ -112,6 +114,7 @@ def complete(
         temperature=temperature,
         seed=seed,
         dtype=dtype.value,
+        index_dtype=index_dtype.value,
         threads=threads,
     )
     console = Console(stderr=True)

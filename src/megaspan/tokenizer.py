@@ -39,7 +39,7 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json; name a folder that holds a model or a tokenizer"
             )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_str(_all_special(path.read_text(encoding="utf-8")))
         except Exception as error:  # the library raises bare Exception for any broken file
             raise UserError(f"{path} is not a readable tokenizer: {error}") from error
         paths = [Path(folder) / name for name in FILES]
@@ -131,6 +131,14 @@ class Tokenizer:
             else:
                 ids.extend(self.encode(piece.replace(guard, "")))
         return ids
+
+
+def _all_special(tokenizer_json: str) -> str:
+    """The same tokenizer with every added token special: `encode_special_tokens` protects only those."""
+    content = json.loads(tokenizer_json)
+    for token in content.get("added_tokens") or []:
+        token["special"] = True
+    return json.dumps(content)
 
 
 class TextStream:

@@ -12,11 +12,11 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megaspan.bench import memory
-from megaspan.bench.flops import DENSE, Schedule, flops_per_token, index_flops, prefill_flops
 from megaspan.bench.plan import plan, plot, render
 from megaspan.cache.growing import GrowingCache
 from megaspan.config import ModelConfig
+from megaspan.costs import memory
+from megaspan.costs.flops import DENSE, Schedule, flops_per_token, index_flops, prefill_flops
 from megaspan.errors import UserError
 from megaspan.model import attention, indexer
 from megaspan.model.batch import Batch
@@ -45,6 +45,7 @@ def test_parameters(glm: dict[str, Any]) -> None:
 
 
 def test_cache_bytes(glm: dict[str, Any]) -> None:
+    """P25: index rows of full layers only, in the bytes of the released format."""
     assert glm["kv_bytes_per_token"] == 54_728 == 79 * 656 + 22 * 132
     assert glm["kv_bytes_total"] / memory.GIB == pytest.approx(53.4, abs=0.05)
     latents = 78 * glm["cache"]["bfloat16"]["latent_bytes_per_layer"] * MILLION

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaspan.bench.memory import cache_bytes_per_token
 from megaspan.cache.growing import GrowingCache
 from megaspan.config import ModelConfig
+from megaspan.costs.memory import cache_bytes_per_token
 from megaspan.model.batch import Batch
 from megaspan.model.selection import EVERYTHING
 from tests.model.models import one_shot, random_model, random_tokens, relative_error
@@ -15,6 +15,12 @@ from tests.strategies import configs
 
 DEBUG = ModelConfig.preset("debug")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def take(cache, batch):
+    """What a forward pass does to the lengths."""
+    cache.table(batch)
+    cache.commit(batch)
 
 
 @settings(max_examples=40, deadline=None)
@@ -32,7 +38,6 @@ def test_rows_are_found_again_however_it_grew(steps, capacity):
         batch = Batch.of([[1] * size for size in sizes], past)
         table = cache.table(batch)
         past = [old + size for old, size in zip(past, sizes, strict=True)]
-        assert cache.lengths == past
         for kind, layer in (("latent", 8), ("index", 6)):
             new = torch.randn(sum(sizes), held[kind][0].shape[1], generator=generator)
             write = cache.write_latent if kind == "latent" else cache.write_index
@@ -41,6 +46,20 @@ def test_rows_are_found_again_however_it_grew(steps, capacity):
             for sequence, expected in enumerate(held[kind]):
                 places = table.rows(torch.tensor([sequence]), torch.arange(past[sequence])[None])[0]
                 assert torch.equal(rows[places], expected)
+        cache.commit(batch)
+        assert cache.lengths == past
+
+
+def test_rows_of_a_pass_that_failed_are_not_past():
+    cache, failed = GrowingCache(DEBUG, capacity=4), Batch.of([[1, 2, 3]])
+    cache.table(failed)
+    cache.write_latent(0, failed, torch.full((3, 40), torch.nan))
+    again = Batch.of([[4, 5]])
+    table = cache.table(again)
+    rows = cache.write_latent(0, again, torch.ones(2, 40))
+    cache.commit(again)
+    assert cache.lengths == [2]
+    assert rows[table.rows(torch.tensor([0]), torch.arange(2)[None])[0]].eq(1).all()
 
 
 def test_layers_do_not_share_rows():
@@ -59,7 +78,7 @@ def test_layers_do_not_share_rows():
 def test_growth_doubles_so_that_moving_is_rare():
     cache, capacities = GrowingCache(DEBUG, capacity=2), set()
     for length in range(100):
-        cache.table(Batch.of([[1]], [length]))
+        take(cache, Batch.of([[1]], [length]))
         capacities.add(cache.capacity)
     assert sorted(capacities) == [2, 4, 8, 16, 32, 64, 128]
     assert all(len(rows) == 128 for rows in (*cache.latent, *cache.index.values()))
@@ -68,7 +87,7 @@ def test_growth_doubles_so_that_moving_is_rare():
 @pytest.mark.parametrize("past", [0, 2, 4, 7])
 def test_a_past_other_than_what_is_held_is_refused(past):
     cache = GrowingCache(DEBUG)
-    cache.table(Batch.of([[1, 2, 3]]))
+    take(cache, Batch.of([[1, 2, 3]]))
     with pytest.raises(ValueError, match=r"tokens are cached, but \[3\] are"):
         cache.table(Batch.of([[4]], [past]))
     assert cache.lengths == [3]
@@ -83,18 +102,18 @@ def test_a_batch_of_more_sequences_is_refused():
 @settings(max_examples=20, deadline=None)
 @given(configs(), st.sampled_from(["float32", "bfloat16"]), st.integers(0, 9))
 def test_memory_is_what_the_plan_says(config, dtype, capacity):
-    """P21: the same bytes per token as `megaspan plan`, which counts the draft layers' rows too."""
+    """P25: the same bytes per token as `megaspan plan`, which counts the draft layers' rows too."""
     config = config.replace(num_nextn_predict_layers=0)
     cache = GrowingCache(config, 2, capacity, getattr(torch, dtype))
     assert cache.memory() == {"latent": 0, "index": 0}
-    cache.table(Batch.of([[1] * 5, [1] * 11]))
+    take(cache, Batch.of([[1] * 5, [1] * 11]))
     assert sum(cache.memory().values()) == 16 * cache_bytes_per_token(config, dtype)
 
 
 def test_memory_of_bf16_index_keys():
     def memory(**dtypes):
         cache = GrowingCache(DEBUG, **dtypes)
-        cache.table(Batch.of([[1] * 10]))
+        take(cache, Batch.of([[1] * 10]))
         return cache.memory()
 
     both = memory()

@@ -121,6 +121,7 @@ def test_bad_input_is_one_clear_line_at_once(model, changed, words):
 
 
 def test_bad_input_after_others_leaves_the_generation_usable(model, prompt):
+    """P27: a prompt larger than the model's room is refused at once, and the next one is served."""
     generation = Generation(model, 64)
     generation.prefill(prompt[:20])
     for refused in (
@@ -189,3 +190,22 @@ def test_an_iterator_that_is_dropped_early_reads_no_further(model, prompt, monke
     monkeypatch.setattr(Generation, "step", lambda self, token: steps.append(token) or original(self, token))
     taken = list(itertools.islice(generate(model, prompt, 100), 3))
     assert steps == taken[:2]
+
+
+def test_ids_that_only_pad_the_vocabulary_are_never_drawn(model, prompt):
+    drawn = list(generate(model, prompt, 40, temperature=50.0, seed=1, vocabulary=10))
+    assert max(drawn) < 10
+    assert max(generate(model, prompt, 40, temperature=50.0, seed=1)) >= 10
+
+
+def test_a_pass_that_fails_leaves_the_sequence_as_it_was(model, prompt, monkeypatch):
+    generation = Generation(model, capacity=64)
+    generation.prefill(prompt[:20])
+    last = model.model.layers[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "forward", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            generation.step(prompt[20])
+    assert generation.length == 20
+    expected = one_shot(model, torch.tensor(prompt[:21]))[0][-1]
+    assert relative_error(generation.step(prompt[20]), expected) < 1e-5

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,6 +13,7 @@ from megaspan.ops import budget, native
 from megaspan.ops.linear import native as linear_native
 from megaspan.ops.moe import native as moe_native
 from megaspan.ops.sparse_mla import native as sparse_mla_native
+from tests.allocations import peak_bytes
 from tests.model.models import random_model, random_tokens
 
 DEBUG = ModelConfig.preset("debug")
@@ -59,20 +59,6 @@ def version(request, monkeypatch):
 def small_budget(monkeypatch):
     """Less working memory than one [chunk, length] float array of the test takes."""
     monkeypatch.setitem(budget.BYTES, "cpu", MIB)
-
-
-def peak_bytes(call) -> int:
-    """The most memory that PyTorch's allocator held at once during `call`, beyond what it held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    live = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            most = max(most, live)
-    return most
 
 
 def prefill(model, length: int) -> None:

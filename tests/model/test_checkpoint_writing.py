@@ -122,8 +122,8 @@ def test_a_crash_between_renames_never_mixes_checkpoints(
         num_hidden_layers=2, n_routed_experts=2,
         indexer_types=("full", "shared"), mlp_layer_types=("dense", "sparse"),
     )  # fmt: skip
+    configs = [config.replace(rope_theta=theta) for theta in (1.0, 2.0)]
     limits = {False: 10**9, True: 50_000}
-    both_sharded = sharded_before and sharded_after
     states = [{name: torch.full_like(tensor, value) for name, tensor in random_state(config).items()}
               for value in (1.0, 2.0)]  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_a_crash_between_renames_never_mixes_checkpoints(
     outcomes = set()
     for crash_at in range(100):
         folder = tmp_path / str(crash_at)
-        write_checkpoint(states[0], config, folder, max_shard_bytes=limits[sharded_before])
+        write_checkpoint(states[0], configs[0], folder, max_shard_bytes=limits[sharded_before])
         with monkeypatch.context() as patch:
             left = steps(crash_at)
             for change in ("replace", "unlink"):
@@ -149,22 +149,22 @@ def test_a_crash_between_renames_never_mixes_checkpoints(
 
                 patch.setattr(Path, change, counted)
             try:
-                write_checkpoint(states[1], config, folder, max_shard_bytes=limits[sharded_after])
+                write_checkpoint(states[1], configs[1], folder, max_shard_bytes=limits[sharded_after])
                 finished = True
             except KeyboardInterrupt:
                 finished = False
         try:
             read = read_checkpoint(folder, config, torch.float32)
             values = {value for tensor in read.values() for value in tensor.unique().tolist()}
+            values.add(ModelConfig.from_json(folder).rope_theta)
         except UserError:
-            assert both_sharded
             values = {0.0}
         assert len(values) == 1, f"a mix after {crash_at} steps"
         outcomes |= values
         if finished:
             assert values == {2.0}
             break
-    assert outcomes == {1.0, 2.0} | ({0.0} if both_sharded else set())
+    assert outcomes == {0.0, 1.0, 2.0}
     assert crash_at >= 2
 
 

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from megaspan.ops import native
 from megaspan.ops.index_topk import index_topk, index_topk_blocked, index_topk_native, index_topk_reference
 from megaspan.ops.index_topk.blocked import tile_shape
 from megaspan.ops.index_topk.native import SOURCE, Problem, plan
 from megaspan.ops.rows import RowTable
+from tests.allocations import peak_bytes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 MIB = 1 << 20
@@ -254,25 +254,14 @@ def test_no_tokens(select):
     assert select(make([[9]]).at(slice(0, 0))).shape == (0, 8)
 
 
-def peak_bytes(call) -> int:
-    """The most memory that PyTorch's allocator held at once during `call`, beyond what it held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    live = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            most = max(most, live)
-    return most
-
-
 @pytest.mark.parametrize("length", [1024, 16384])
 @pytest.mark.parametrize("heads", [1, 32])
 def test_memory_stays_within_the_budget(select, length, heads):
-    """P21, P23: neither length nor heads take the peak past the budget, and the result is the same."""
-    case = make([[length] * 8], heads=heads, width=16)
+    """P21, P23: neither length nor heads take the peak past the budget, and the result is the same.
+
+    The scores of all 64 tokens at the greater length would be 4 MiB, four times the budget.
+    """
+    case = make([[length] * 64], heads=heads, width=16)
     answer = []
     most = peak_bytes(lambda: answer.append(select(case, MIB)))
     assert 0 < most <= MIB

@@ -1,4 +1,4 @@
-"""Sparse latent attention: every version against the plain loop."""
+"""Sparse latent attention: every version against the plain loop. P numbers are faults other engines had."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from megaspan.ops.rows import RowTable
 from megaspan.ops.sparse_mla import native, sparse_mla, sparse_mla_gathered, sparse_mla_reference
+from tests.allocations import peak_bytes
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 needs_native = pytest.mark.skipif(
@@ -134,6 +134,23 @@ def test_shuffled_pages_change_no_bit(version):
     assert version(case.query, shuffled_rows, shuffled, case.value_width, case.scale).equal(expected)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_rows_beyond_two_to_the_31_elements(version):
+    """P18: in a cache so large that an offset of 32 bits would wrap to another row."""
+    case = make_case(dtype=torch.bfloat16)
+    row_count, width = case.rows.shape
+    first = (1 << 31) // width + 1
+    try:  # only the pages that are touched will exist
+        storage = torch.UntypedStorage((first + row_count) * width * case.rows.itemsize)
+    except RuntimeError:
+        pytest.skip("no address space for a sparse 4 GB")
+    rows = torch.empty(0, dtype=case.rows.dtype).set_(storage, 0, (first + row_count, width), (width, 1))
+    rows[first:] = case.rows
+    selected = torch.where(case.selected >= 0, case.selected + first, -1)
+    actual = version(case.query, rows, selected, case.value_width, case.scale)
+    assert actual.equal(version(*case.operands))
+
+
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_native_token_does_not_depend_on_the_others(dtype):
@@ -193,19 +210,6 @@ def test_gradients_equal_those_of_the_plain_loop_and_ignore_poison():
         output = version(query, rows, case.selected, case.value_width, case.scale)
         grads.append(torch.autograd.grad(output.square().sum(), (query, rows)))
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
-
-
-def peak_bytes(work) -> int:
-    """The most memory that PyTorch had allocated on the CPU at once, beyond what it had at the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        work()
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    held = peak = 0
-    for event in events:
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 @pytest.mark.parametrize("heads", [1, 16])

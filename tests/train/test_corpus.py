@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import subprocess
 import zipfile
 from itertools import pairwise
@@ -19,9 +20,19 @@ from megaspan.train.corpus import (
     read_repositories,
 )
 from megaspan.train.fit_tokenizer import SPECIAL_TOKENS, fit_tokenizer, train_backend
-from megaspan.train.manifest import Project, fetch, load_manifest, permissive_license, pin, save_manifest
+from megaspan.train.manifest import (
+    PERMISSIVE_EXPRESSIONS,
+    RESTRICTIVE_WORDING,
+    Project,
+    fetch,
+    load_manifest,
+    permissive_license,
+    pin,
+    save_manifest,
+)
 
 MODEL = Path(__file__).parents[2] / "models" / "span-code"
+SHIPPED = MODEL.parents[1] / "recipes" / "span-code-corpus.json"
 
 
 def code(seed: int, functions: int = 8) -> str:
@@ -264,9 +275,32 @@ def test_fetch_downloads_what_is_missing_or_damaged(tmp_path: Path, monkeypatch:
 
 
 def test_shipped_manifest_is_sane() -> None:
-    projects = load_manifest(MODEL.parents[1] / "recipes" / "span-code-corpus.json")
+    projects = load_manifest(SHIPPED)
     names = [project.name for project in projects]
     heldout = {project.name for project in projects if project.split == "heldout"}
     assert len(set(names)) == len(names) > 400
     assert {"click", "itsdangerous", "markupsafe", "flask", "httpx"} <= heldout
     assert all(len(project.sha256) == 64 and project.file.endswith(".whl") for project in projects)
+
+
+def test_shipped_licenses_are_permissive(tmp_path: Path) -> None:
+    """Each passes, as a wheel's own metadata would state it, the check that it was chosen by."""
+    for text in {project.license for project in load_manifest(SHIPPED)}:
+        assert not RESTRICTIVE_WORDING.search(text), text
+        names = set(re.split(r"[\s()]+", text)) - {"AND", "OR", ""}
+        if names <= PERMISSIVE_EXPRESSIONS:
+            metadata = f"License-Expression: {text}"
+        else:
+            lines = [f"Classifier: License :: OSI Approved :: {part}" for part in text.split("; ")]
+            metadata = "\n".join(lines)
+        assert permissive_license(make_wheel(tmp_path, "project", {}, metadata)) == text
+
+
+def test_shipped_splits_are_disjoint() -> None:
+    """No project is in both, not even in another version, file or spelling of its name."""
+    of_split: dict[str, set[str]] = {"train": set(), "heldout": set()}
+    for project in load_manifest(SHIPPED):
+        spelling = re.sub(r"[-_.]+", "-", project.name).lower()
+        of_split[project.split] |= {spelling, project.file, project.sha256}
+    assert all(of_split.values())
+    assert not of_split["train"] & of_split["heldout"]

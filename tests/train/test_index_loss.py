@@ -117,10 +117,11 @@ def exact_layer(rows: Tensor, query: Tensor, rotation: Rotation, aim: Tensor | N
     if aim is not None:
         scores = aim.clamp(min=1e-9).log() + 30.0  # above 0, where ReLU changes nothing
         indexer = SimpleNamespace(
+            heads=1,
             keys=lambda *_: torch.eye(len(rows)),
             queries=lambda *_: (scores[:, None], torch.ones(len(rows), 1)),
         )
-    attention = SimpleNamespace(indexer=indexer, absorb=lambda nope, rope: nope, scale=1.0)
+    attention = SimpleNamespace(heads=1, indexer=indexer, absorb=lambda nope, rope: nope, scale=1.0)
     return AttentionSeen(attention, rows, rows, query, query, rows, rotation)  # type: ignore[arg-type]
 
 
@@ -145,3 +146,29 @@ def test_it_is_zero_when_the_indexer_is_the_mean_of_the_layers_it_serves(shared:
 
     assert value(aim) == pytest.approx(0.0, abs=1e-5)
     assert value(aim.flip(1).tril() + 0.1) > 0.1
+
+
+def test_tiles_of_any_size_give_the_same_loss_and_gradients(monkeypatch):
+    """What stands per head, token and row stays within the working memory (P23)."""
+    from megaspan.train import index_loss
+
+    def measured(budget):
+        monkeypatch.setattr(index_loss, "working_memory", lambda device: budget)
+        model, batch = (
+            random_model(CONFIG),
+            Batch.of([random_tokens(CONFIG, 30, 1), random_tokens(CONFIG, 17, 2)]),
+        )
+        watch = IndexLoss(batch, torch.arange(0, 47, 2))
+        with torch.no_grad():
+            model(batch, TransientCache(), EVERYTHING, watch)
+        watch.value().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return watch, watch.value().detach(), gradients
+
+    whole, loss, gradients = measured(1 << 30)
+    tiled, tiled_loss, tiled_gradients = measured(16 * CONFIG.num_attention_heads * 40)
+    assert len(whole.groups[0].tiles) == 2 < 10 < len(tiled.groups[0].tiles)
+    torch.testing.assert_close(tiled_loss, loss)
+    assert gradients.keys() == tiled_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(tiled_gradients[name], gradient, rtol=1e-4, atol=1e-7)

@@ -155,6 +155,14 @@ def test_the_loss_falls_and_the_model_can_be_loaded(recipe: WriteRecipe, tmp_pat
     assert curves == {"0-stage 0", "1-stage 1", "2-stage 2"}
 
 
+def test_a_recipe_can_write_fp8_weights(recipe: WriteRecipe, tmp_path: Path) -> None:
+    path = recipe(STAGES["dense"])
+    path.write_text("fp8 = true\n" + path.read_text())
+    train(path, tmp_path / "out")
+    assert torch.float8_e4m3fn in {tensor.dtype for tensor in weights(tmp_path / "out").values()}
+    assert megaspan.load(tmp_path / "out").logits(list(TEXT)).isfinite().all()
+
+
 def test_the_index_loss_falls(recipe: WriteRecipe) -> None:
     trainer = trainer_of(recipe(STAGES["indexers"] | {"steps": 30, "decay_share": 0.0}))
     losses = [float(trainer.train_step()["index_loss"]) for _ in range(30)]

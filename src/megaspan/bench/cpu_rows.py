@@ -3,11 +3,11 @@
 from itertools import pairwise
 from typing import Any
 
-from megaspan.bench.flops import flops_per_token, prefill_flops
-from megaspan.bench.memory import GIB, Format, cache_bytes_per_token
 from megaspan.bench.random_checkpoint import CONFIG
 from megaspan.bench.results import Row, machine, today
 from megaspan.bench.runners import label
+from megaspan.costs.flops import flops_per_token, prefill_flops
+from megaspan.costs.memory import GIB, Format, cache_bytes_per_token
 
 Measured = dict[tuple[str, int], dict[str, Any]]
 """What `measure` answered, by system and length; a peer's answer may be {"error"} or {"limit_s"}."""

@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megaspan.bench import memory
-from megaspan.bench.flops import DENSE, PARTS, Schedule, flops_per_token, index_flops, prefill_flops
 from megaspan.config import ModelConfig
+from megaspan.costs import memory
+from megaspan.costs.flops import DENSE, PARTS, Schedule, flops_per_token, index_flops, prefill_flops
 from megaspan.errors import UserError
 
 PART_TITLES = {

@@ -67,6 +67,8 @@ def record(figures: dict[str, float], command: str) -> None:
 def speed(model: PretrainedModel, corpus: str) -> dict[str, float]:
     """Tokens per second of reading 32K held-out tokens and of decoding after them."""
     tokens = torch.from_numpy(TokenFile.open(corpus, "heldout").tokens[:LONG].astype("int64"))
+    if len(tokens) < LONG:
+        raise UserError(f"{corpus} has {len(tokens):,} held-out tokens, and the speed test reads {LONG:,}")
     Generation(model, 1024).prefill(tokens[:1024])  # compile and warm up
     generation = Generation(model, LONG + 64)
     started = time.perf_counter()
@@ -87,7 +89,8 @@ def parsed_share(model: PretrainedModel, corpus: str, completions: int) -> float
         raise UserError(
             f"{corpus} has no held-out Python function to complete: build it with `megaspan corpus`"
         )
-    chosen = [cuts[number * len(cuts) // completions] for number in range(min(completions, len(cuts)))]
+    count = min(completions, len(cuts))
+    chosen = [cuts[number * len(cuts) // count] for number in range(count)]
     return sum(parses(cut, complete_body(model, cut)) for cut in chosen) / len(chosen)
 
 
@@ -105,8 +108,9 @@ def function_cuts(model: PretrainedModel, corpus: str) -> Iterator[Cut]:
             continue
         if functions:
             last = max(functions, key=lambda node: node.lineno)
-            lines = source.splitlines(keepends=True)
-            yield Cut("".join(lines[: last.body[0].lineno - 1]), last.col_offset)
+            if last.body[0].lineno > last.lineno:  # not `def f(): return 1`
+                before = source.split("\n")[: last.body[0].lineno - 1]
+                yield Cut("\n".join(before), last.col_offset)
 
 
 def complete_body(model: PretrainedModel, cut: Cut) -> str:

@@ -44,7 +44,6 @@ class GrowingCache:
         longest = max(batch.total_lengths)
         if longest > self.capacity:
             self._move_to(max(longest, 2 * self.capacity))
-        self.lengths = list(batch.total_lengths)
         starts = torch.arange(self.sequences, device=batch.token_ids.device) * self.capacity
         return RowTable(starts[:, None], page_size=self.capacity)
 
@@ -53,6 +52,9 @@ class GrowingCache:
 
     def write_index(self, layer: int, batch: Batch, keys: Tensor) -> Tensor:
         return self._write(self.index[layer], batch, keys)
+
+    def commit(self, batch: Batch) -> None:
+        self.lengths = list(batch.total_lengths)
 
     def memory(self) -> dict[str, int]:
         """Bytes of the rows written so far: {"latent": …, "index": …}."""
@@ -77,6 +79,8 @@ class GrowingCache:
                 larger[sequence * capacity :][:length] = storage[old : old + length]
             return larger
 
-        self.latent = [moved(rows) for rows in self.latent]
+        # All or nothing: where memory runs out half-way, the old rows are still there.
+        latent = [moved(rows) for rows in self.latent]
         self.index = {layer: moved(keys) for layer, keys in self.index.items()}
+        self.latent = latent
         self.capacity = capacity

@@ -21,3 +21,6 @@ class TransientCache:
 
     def write_index(self, layer: int, batch: Batch, keys: Tensor) -> Tensor:
         return keys
+
+    def commit(self, batch: Batch) -> None:
+        pass

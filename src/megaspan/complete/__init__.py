@@ -19,11 +19,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from megaspan.bench.memory import Format
 from megaspan.complete.healing import Healing, split_blank_end
 from megaspan.complete.memory import check_memory, fitting_context
 from megaspan.complete.report import Completion
 from megaspan.config import ModelConfig
+from megaspan.costs.memory import Format
 from megaspan.errors import UserError
 from megaspan.repository import (
     Prompt,
@@ -45,6 +45,7 @@ REPOSITORY, END_OF_FILE = "<|repository|>", "<|file|>"
 class Request:
     """What to complete, and how. Either `repo` and `file`, or `prompt_file` ("-" is standard input).
 
+    index_dtype: of the index keys, "auto" for the model's: bfloat16 keys halve what a float32 model scans.
     context: most prompt tokens; default 32768 or what fits in memory for a repository, all of a prompt file.
     """
 
@@ -58,6 +59,7 @@ class Request:
     temperature: float = 0.0
     seed: int = 0
     dtype: str = "auto"
+    index_dtype: str = "auto"
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -122,11 +124,13 @@ def open_generation(request: Request, dtype: str, capacity: int) -> Any:
 
     if request.threads is not None:
         torch.set_num_threads(request.threads)
-    return Generation(megaspan.load(request.model, dtype=dtype), capacity=capacity, chunk=CHUNK)
+    model = megaspan.load(request.model, dtype=dtype)
+    index_dtype = getattr(torch, dtype if request.index_dtype == "auto" else request.index_dtype)
+    return Generation(model, capacity=capacity, chunk=CHUNK, index_dtype=index_dtype)
 
 
 def _dtype(request: Request, config: ModelConfig) -> Format:
-    from megaspan.pretrained import resolve_dtype
+    from megaspan.model.folder import resolve_dtype
 
     return cast(Format, str(resolve_dtype(request.dtype, config, "cpu")).removeprefix("torch."))
 
@@ -266,17 +270,20 @@ def _generate(
         token_id = sample(allowed, request.temperature, generator)
         if token_id in ends:
             completion.stopped_by = "end"
-            return
+            break
         completion.token_ids.append(token_id)
         text = stream.push(token_id, healing.accept(token_id))
         completion.text += text
         write(text)
         if len(completion.token_ids) == request.max_tokens:
             completion.stopped_by = "max_tokens"
-            return
+            break
         logits = generation.step(token_id)
         completion.decode_steps += 1
         completion.decode_seconds = time.perf_counter() - started
+    rest = stream.finish()
+    completion.text += rest
+    write(rest)
 
 
 def _ending(tokenizer: Tokenizer, prompt: Prompt) -> str:

@@ -3,12 +3,13 @@
 import os
 from pathlib import Path
 
-from megaspan.bench.memory import Format, cache_bytes_per_token, weight_bytes
 from megaspan.config import ModelConfig
+from megaspan.costs.memory import Format, cache_bytes_per_token, weight_bytes
 from megaspan.errors import UserError
+from megaspan.ops.budget import BYTES
 
 MIB = 1 << 20
-SCRATCH = 256 * MIB  # working memory that the index scores may take
+SCRATCH = BYTES["cpu"]  # working memory that one operation may take
 SPARE = 256 * MIB  # the interpreter's own growth, threads, the allocator's slack
 ROUND = 256  # a stated largest context is rounded down: what is free moves between two runs
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.table import Table
 
-from megaspan.bench.flops import DENSE, Schedule, prefill_flops
 from megaspan.config import ModelConfig
+from megaspan.costs.flops import DENSE, Schedule, prefill_flops
 
 ENDINGS = {"end": "ended by the model", "max_tokens": "stopped by --max-tokens", "interrupt": "interrupted"}
 

@@ -98,8 +98,11 @@ def generate(
     temperature: float = 0.0,
     seed: int | None = None,
     chunk: int = 512,
+    vocabulary: int | None = None,
 ) -> Iterator[int]:
     """Yield up to `max_tokens` sampled token ids, the end-of-sequence id included if it comes.
+
+    vocabulary: draw from the first so many ids only, where the model's vocabulary is padded.
 
     Fewer come where the model's `max_position_embeddings` are full. Raises UserError at once for what it
     cannot do, before the first token is asked for.
@@ -117,7 +120,7 @@ def generate(
     def tokens() -> Iterator[int]:
         logits = generation.prefill(prompt)
         for produced in range(1, max_tokens + 1):
-            token_id = sample(logits, temperature, generator)
+            token_id = sample(logits[:vocabulary], temperature, generator)
             yield token_id
             if token_id in model.config.eos_token_id or produced == max_tokens:
                 return

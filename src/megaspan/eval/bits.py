@@ -9,14 +9,14 @@ from torch import Tensor
 from megaspan.cache.growing import GrowingCache
 from megaspan.errors import UserError
 from megaspan.model.batch import Batch
-from megaspan.pretrained import PretrainedModel
+from megaspan.model.folder import LanguageModel
 from megaspan.train.data import TokenFile
 from megaspan.train.losses import IGNORED
 
 
 @torch.inference_mode()
 def bits_per_byte(
-    model: PretrainedModel,
+    model: LanguageModel,
     corpus: str,
     context: int = 4096,
     windows: int | None = None,
@@ -67,9 +67,7 @@ def bits_per_byte(
     }
 
 
-def _losses(
-    model: PretrainedModel, inputs: Tensor, targets: Tensor, lengths: list[int], chunk: int
-) -> Tensor:
+def _losses(model: LanguageModel, inputs: Tensor, targets: Tensor, lengths: list[int], chunk: int) -> Tensor:
     """Cross-entropy [T] of the targets, read a chunk at a time through the cache as in serving."""
     weight, losses = model.lm_head.weight, []
     for sequence, wanted in zip(inputs.split(lengths), targets.split(lengths), strict=True):

@@ -5,10 +5,10 @@ from torch import Tensor, nn
 
 from megaspan.config import ModelConfig
 from megaspan.model.batch import Batch
-from megaspan.model.cache import Cache
+from megaspan.model.forward_pass import ForwardPass
 from megaspan.model.indexer import Indexer
 from megaspan.model.layers import Linear, RMSNorm, Rotation
-from megaspan.model.observe import AttentionSeen, Observer
+from megaspan.model.observe import AttentionSeen
 from megaspan.model.selection import Everything, Selection
 from megaspan.ops.budget import working_memory
 from megaspan.ops.dense_attention import dense_attention
@@ -43,13 +43,10 @@ class Attention(nn.Module):
         self,
         hidden: Tensor,
         selection: Selection | Everything | None,
-        batch: Batch,
-        cache: Cache,
-        table: RowTable,
-        rotation: Rotation,
-        observe: Observer | None = None,
+        forward_pass: ForwardPass,
     ) -> tuple[Tensor, Selection | Everything | None]:
         """hidden [T, D] → output [T, D] and the selection that the next shared layer is handed."""
+        batch, cache, rotation = forward_pass.batch, forward_pass.cache, forward_pass.rotation
         query_latent = self.q_a_layernorm(self.q_a_proj(hidden))
         query_nope, query_rope = (
             self.q_b_proj(query_latent)
@@ -63,12 +60,14 @@ class Attention(nn.Module):
             # Keys are written even when nothing is scored: a later token may look back at them.
             keys = cache.write_index(self.layer, batch, self.indexer.keys(hidden, rotation))
             if not isinstance(selection, Everything):
-                selection = self.indexer(hidden, query_latent, keys, table, batch, rotation)
-        if observe is not None:
-            observe(AttentionSeen(self, hidden, query_latent, query_nope, query_rope, rows, rotation))
+                selection = self.indexer(hidden, query_latent, keys, forward_pass)
+        if forward_pass.observe is not None:
+            forward_pass.observe(
+                AttentionSeen(self, hidden, query_latent, query_nope, query_rope, rows, rotation)
+            )
         if isinstance(selection, Everything):
             query = torch.cat((query_nope, query_rope), dim=-1)
-            in_order = rows if rows is new_rows else rows[self._visible(table, batch)]
+            in_order = rows if rows is new_rows else rows[self._visible(forward_pass.table, batch)]
             values = self._attend_everything(query, in_order, batch)
         elif selection is not None:
             query = self.absorb(query_nope, query_rope)

@@ -36,6 +36,8 @@ class Batch:
     def sequence_ids(self) -> Tensor:
         """[T] int64: the sequence that each token belongs to."""
         device = self.token_ids.device
+        if len(self.query_lengths) == 1:
+            return torch.zeros_like(self.token_ids)
         lengths = torch.tensor(self.query_lengths, device=device)
         ids = torch.arange(len(self.query_lengths), device=device)
         return torch.repeat_interleave(ids, lengths, output_size=len(self.token_ids))
@@ -52,6 +54,8 @@ class Batch:
     def positions(self) -> Tensor:
         """[T] int64: each token's position in its own sequence."""
         device = self.token_ids.device
+        if len(self.query_lengths) == 1:
+            return torch.arange(self.past_lengths[0], self.total_lengths[0], device=device)
         offsets = [past - start for past, start in zip(self.past_lengths, self.query_starts, strict=False)]
         steps = torch.arange(len(self.token_ids), device=device)
         return steps + torch.tensor(offsets, device=device)[self.sequence_ids]

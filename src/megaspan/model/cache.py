@@ -22,3 +22,7 @@ class Cache(Protocol):
     def write_index(self, layer: int, batch: Batch, keys: Tensor) -> Tensor:
         """Store the new index keys [T, D] of a full layer; return all of its keys [N, D]."""
         ...
+
+    def commit(self, batch: Batch) -> None:
+        """The pass has ended: the batch's rows are past from now on. Those of a failed pass never are."""
+        ...

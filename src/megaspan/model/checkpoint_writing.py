@@ -171,15 +171,15 @@ def _stage(folder: Path, files: _Files, config: ModelConfig, max_shard_bytes: in
 def _commit(folder: Path) -> None:
     """Rename the staged files over the old ones.
 
-    Readers take a single file first, then the index. So one is the last to come or the first to go, and
-    a crash half-way leaves the old checkpoint, the new one, or none, but never a mix.
+    Readers take a single file first, then the index. These go first and one comes last, so a crash
+    half-way leaves the old checkpoint, the new one, or none, but never a mix, nor a config of the other.
     """
     new = {path.name for path in (folder / STAGING).iterdir()}
-    if INDEX_FILE in new:
-        (folder / INDEX_FILE).unlink(missing_ok=True)
+    for entry in (SINGLE_FILE, INDEX_FILE):
+        (folder / entry).unlink(missing_ok=True)
     for name in sorted(new - {SINGLE_FILE, INDEX_FILE}) + sorted(new & {SINGLE_FILE, INDEX_FILE}):
         (folder / STAGING / name).replace(folder / name)
-    for old in (folder / SINGLE_FILE, folder / INDEX_FILE, *folder.glob("model-*-of-*.safetensors")):
+    for old in folder.glob("model-*-of-*.safetensors"):
         if old.name not in new:
             old.unlink(missing_ok=True)
 

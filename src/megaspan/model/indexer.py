@@ -4,13 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from megaspan.config import ModelConfig
-from megaspan.model.batch import Batch
+from megaspan.model.forward_pass import ForwardPass
 from megaspan.model.layers import Linear, Rotation
 from megaspan.model.selection import Selection
 from megaspan.ops.budget import working_memory
 from megaspan.ops.index_topk import index_topk
 from megaspan.ops.linear import linear
-from megaspan.ops.rows import RowTable
 
 K_NORM_EPS = 1e-6  # fixed in every implementation, whatever rms_norm_eps says
 
@@ -54,13 +53,12 @@ class Indexer(nn.Module):
         hidden: Tensor,
         query_latent: Tensor,
         keys: Tensor,
-        table: RowTable,
-        batch: Batch,
-        rotation: Rotation,
+        forward_pass: ForwardPass,
     ) -> Selection:
         """Select for each of the T tokens among the cached index keys [N, width]."""
+        batch, table = forward_pass.batch, forward_pass.table
         with torch.no_grad():
-            query, weights = self.queries(hidden, query_latent, rotation)
+            query, weights = self.queries(hidden, query_latent, forward_pass.rotation)
             positions = index_topk(
                 query.to(keys.dtype),
                 weights,

@@ -7,7 +7,14 @@ from megaspan.ops.linear import linear, rms_norm
 from megaspan.ops.moe import swiglu
 
 
-class RMSNorm(nn.Module):
+class Leaf(nn.Module):
+    """A module without hooks: being called is its forward, which saves 2 µs a hundred times a token."""
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return self.forward(states)
+
+
+class RMSNorm(Leaf):
     """x / rms(x) * weight over the last dimension; the root mean square in float32."""
 
     def __init__(self, width: int, eps: float):
@@ -19,7 +26,7 @@ class RMSNorm(nn.Module):
         return rms_norm(hidden, self.weight, self.eps)
 
 
-class Linear(nn.Linear):
+class Linear(Leaf, nn.Linear):
     """A linear layer without bias on states [T, inputs]."""
 
     def __init__(self, inputs: int, outputs: int):

@@ -9,11 +9,11 @@ from megaspan.config import ModelConfig
 from megaspan.model.attention import Attention
 from megaspan.model.batch import Batch
 from megaspan.model.cache import Cache
+from megaspan.model.forward_pass import ForwardPass
 from megaspan.model.layers import MLP, Linear, RMSNorm, Rotation
 from megaspan.model.moe import MoE, Router
 from megaspan.model.observe import Observer
 from megaspan.model.selection import Everything, Selection
-from megaspan.ops.rows import RowTable
 
 
 class DecoderLayer(nn.Module):
@@ -29,20 +29,14 @@ class DecoderLayer(nn.Module):
         self,
         hidden: Tensor,
         selection: Selection | Everything | None,
-        batch: Batch,
-        cache: Cache,
-        table: RowTable,
-        rotation: Rotation,
-        observe: Observer | None = None,
+        forward_pass: ForwardPass,
     ) -> tuple[Tensor, Selection | Everything | None]:
-        attended, selection = self.self_attn(
-            self.input_layernorm(hidden), selection, batch, cache, table, rotation, observe
-        )
+        attended, selection = self.self_attn(self.input_layernorm(hidden), selection, forward_pass)
         hidden = hidden + attended
         normed = self.post_attention_layernorm(hidden)
-        return hidden + (
-            self.mlp(normed, observe) if isinstance(self.mlp, MoE) else self.mlp(normed)
-        ), selection
+        observed = isinstance(self.mlp, MoE)
+        mixed = self.mlp(normed, forward_pass.observe) if observed else self.mlp(normed)
+        return hidden + mixed, selection
 
 
 class Stack(nn.Module):
@@ -80,6 +74,7 @@ class Transformer(nn.Module):
         """
         hidden = self.model.embed_tokens(batch.token_ids)
         hidden, _ = self.run_layers(hidden, selection, batch, cache, range(len(self.model.layers)), observe)
+        cache.commit(batch)
         return self.model.norm(hidden)
 
     def run_layers(
@@ -91,13 +86,14 @@ class Transformer(nn.Module):
         layers: Sequence[int],
         observe: Observer | None = None,
     ) -> tuple[Tensor, Selection | Everything | None]:
-        """Run some of the layers: hidden [T, D] and the last selection are all that passes a cut."""
-        table = cache.table(batch)
+        """Run some of the layers: hidden [T, D] and the last selection are all that passes a cut.
+
+        The caller commits the batch to the cache when the last layer has run.
+        """
         rotation = Rotation(batch.positions, self.config.qk_rope_head_dim, self.config.rope_theta)
+        forward_pass = ForwardPass(batch, cache, cache.table(batch), rotation, observe)
         for layer in layers:
-            hidden, selection = self.model.layers[layer](
-                hidden, selection, batch, cache, table, rotation, observe
-            )
+            hidden, selection = self.model.layers[layer](hidden, selection, forward_pass)
         return hidden, selection
 
     def unembed(self, hidden: Tensor) -> Tensor:

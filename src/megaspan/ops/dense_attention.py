@@ -29,11 +29,12 @@ def dense_attention(
         strict=True,
     ):
         hidden_keys = len(key_s) - len(query_s)
-        seen = torch.ones(len(query_s), len(key_s), dtype=torch.bool, device=query.device).tril(hidden_keys)
+        mask: dict = {"is_causal": True}  # without a mask of its own, which is quadratic
+        if hidden_keys:
+            seen = torch.ones(len(query_s), len(key_s), dtype=torch.bool, device=query.device)
+            mask = {"attn_mask": seen.tril(hidden_keys)}
         heads_first = (states.transpose(0, 1)[None] for states in (query_s, key_s, value_s))
-        pieces.append(
-            F.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=scale)[0].transpose(0, 1)
-        )
+        pieces.append(F.scaled_dot_product_attention(*heads_first, **mask, scale=scale)[0].transpose(0, 1))
     return torch.cat(pieces)
 
 

@@ -30,8 +30,10 @@ def load(source: Path) -> ctypes.CDLL | None:
     """Return the shared library built from the C file `source`, or None where none can be built."""
     if os.environ.get("MEGASPAN_NATIVE", "1") == "0":
         return None
-    compiler = shutil.which(os.environ.get("CC", "gcc"))
+    wanted = os.environ.get("CC", "gcc")
+    compiler = shutil.which(wanted)
     if compiler is None:
+        warnings.warn(f"no compiler {wanted!r}: using the slower PyTorch versions", stacklevel=2)
         return None
     try:
         library = cache_folder() / f"{source.parent.name}-{_fingerprint(source, compiler)}.so"

@@ -17,7 +17,8 @@ class LoadBalance:
     def __call__(self, seen: AttentionSeen | RoutingSeen) -> None:
         if isinstance(seen, RoutingSeen):
             experts = len(seen.router.e_score_correction_bias)
-            self.counts[seen.router] = torch.bincount(seen.expert_ids.flatten(), minlength=experts)
+            counted = torch.bincount(seen.expert_ids.flatten(), minlength=experts)
+            self.counts[seen.router] = self.counts.get(seen.router, torch.zeros_like(counted)) + counted
 
     @torch.no_grad()
     def step(self) -> Tensor:

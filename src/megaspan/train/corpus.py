@@ -190,6 +190,12 @@ def build_corpus(manifest: Path, tokenizer_dir: Path, folder: Path, wheels: Path
     """
     projects = load_manifest(manifest)
     tokenizer = Tokenizer.load(tokenizer_dir)
+    missing = {"<|repository|>", "<|file|>", "<|endoftext|>"} - tokenizer.special_tokens.keys()
+    if missing or tokenizer.vocab_size > 2**16:
+        raise UserError(
+            f"{tokenizer_dir} cannot frame a corpus: it needs at most 65,536 tokens, among them "
+            "<|repository|>, <|file|> and <|endoftext|>, as `megaspan tokenizer` makes them"
+        )
     folder = Path(folder)
     wheels = Path(wheels) if wheels is not None else folder / "wheels"
     try:

@@ -1,6 +1,7 @@
 """Fit the byte-level BPE of the shipped model on a sample of the training split."""
 
 import json
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from megaspan.errors import UserError
 from megaspan.train.corpus import Repository, progress_bar, read_repositories
 from megaspan.train.manifest import fetch, load_manifest
 
+CHAT_TEMPLATE = "chat_template.jinja"
 SPECIAL_TOKENS = (
     *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
     *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
@@ -67,7 +69,7 @@ def sample(repositories: Iterable[Repository], share: float) -> Iterator[str]:
 def fit_tokenizer(
     manifest: Path, folder: Path, wheels: Path, vocab_size: int = 12288, sample_share: float = 0.2
 ) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `folder`. Same manifest, same bytes."""
+    """Write a tokenizer's files into `folder`. Same manifest, same bytes."""
     projects = load_manifest(manifest)
     texts: list[str] = []
     with progress_bar() as progress:
@@ -88,7 +90,7 @@ def fit_tokenizer(
 
 
 def save_tokenizer(backend: Backend, folder: Path) -> None:
-    """The two files that transformers' AutoTokenizer wants."""
+    """The files that transformers' AutoTokenizer wants, the chat template among them."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
@@ -102,3 +104,4 @@ def save_tokenizer(backend: Backend, folder: Path) -> None:
     }
     text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    shutil.copyfile(Path(__file__).with_name(CHAT_TEMPLATE), folder / CHAT_TEMPLATE)

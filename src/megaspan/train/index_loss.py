@@ -10,18 +10,24 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megaspan.model.attention import Attention
 from megaspan.model.batch import Batch
 from megaspan.model.observe import AttentionSeen, RoutingSeen
+from megaspan.ops.budget import working_memory
 
 
 @dataclass
 class _Group:
-    """A full layer and the layers it serves: index scores with gradient, and the targets' running sum."""
+    """A full layer and the layers it serves: index scores with gradient, and the targets' running sum.
 
-    scores: list[Tensor]  # per sequence [Q, L], -inf where not visible
-    targets: list[Tensor]  # per sequence [Q, L]
+    Each list has an entry for each tile: some sampled tokens of one sequence, and the rows of all its tokens.
+    """
+
+    tiles: list[tuple[Tensor, slice]]
+    scores: list[Tensor]  # [Q, L], -inf where not visible
+    targets: list[Tensor]  # [Q, L]
     layers: int = 0
 
 
@@ -40,11 +46,12 @@ class IndexLoss:
         if isinstance(seen, RoutingSeen):
             return
         if seen.attention.indexer is not None:
+            tiles = self._tiles(max(seen.attention.heads, seen.attention.indexer.heads))
             with torch.enable_grad():
-                self.groups.append(_Group(self._index_scores(seen), []))
-        with torch.no_grad():
-            targets = self._attention(seen)
+                self.groups.append(_Group(tiles, self._index_scores(seen, tiles), []))
         group = self.groups[-1]
+        with torch.no_grad():
+            targets = self._attention(seen, group.tiles)
         group.targets = (
             [a + b for a, b in zip(group.targets, targets, strict=True)] if group.layers else targets
         )
@@ -60,6 +67,16 @@ class IndexLoss:
                 total = total + (torch.xlogy(target, target) - target * log_guess).sum()
         return total / (len(self.sampled) * len(self.groups))
 
+    def _tiles(self, heads: int) -> list[tuple[Tensor, slice]]:
+        """For each sequence, its sampled tokens and the rows of all its tokens, cut so that what stands a
+        head, a token and a row fits the working memory: a few float32 numbers."""
+        budget = working_memory(self.sampled.device) // (16 * heads)
+        return [
+            (tile, rows)
+            for tokens, rows in self._spans()
+            for tile in tokens.split(max(1, budget // (rows.stop - rows.start)))
+        ]
+
     def _spans(self) -> list[tuple[Tensor, slice]]:
         """For each sequence, its sampled tokens and the rows of all its tokens."""
         starts = self.batch.query_starts
@@ -70,22 +87,28 @@ class IndexLoss:
             if last > first
         ]
 
-    def _index_scores(self, seen: AttentionSeen) -> list[Tensor]:
+    def _index_scores(self, seen: AttentionSeen, tiles: list[tuple[Tensor, slice]]) -> list[Tensor]:
+        """Scores of every tile; what stands per head is made again in the backward pass, not kept."""
         indexer = seen.attention.indexer
         assert indexer is not None
         keys = indexer.keys(seen.hidden, seen.rotation)
         queries, weights = indexer.queries(seen.hidden, seen.query_latent, seen.rotation)
+
+        def score(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
+            per_head = torch.einsum("qhd,ld->qhl", query, key).relu()
+            return torch.einsum("qhl,qh->ql", per_head.float(), weight)
+
         results = []
-        for tokens, rows in self._spans():
-            per_head = torch.einsum("qhd,ld->qhl", queries[tokens], keys[rows]).relu()
-            scores = torch.einsum("qhl,qh->ql", per_head.float(), weights[tokens])
+        for tokens, rows in tiles:
+            operands = (queries[tokens], weights[tokens], keys[rows])
+            scores = torch.as_tensor(checkpoint(score, *operands, use_reentrant=False))
             results.append(scores.masked_fill(self._hidden_from(tokens, rows), -torch.inf))
         return results
 
-    def _attention(self, seen: AttentionSeen) -> list[Tensor]:
+    def _attention(self, seen: AttentionSeen, tiles: list[tuple[Tensor, slice]]) -> list[Tensor]:
         attention: Attention = seen.attention
         results = []
-        for tokens, rows in self._spans():
+        for tokens, rows in tiles:
             query = attention.absorb(seen.query_nope[tokens], seen.query_rope[tokens])
             scores = torch.einsum("qhw,lw->hql", query, seen.rows[rows]).float() * attention.scale
             scores.masked_fill_(self._hidden_from(tokens, rows), -torch.inf)

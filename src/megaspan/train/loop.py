@@ -2,6 +2,7 @@
 
 import math
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,9 @@ from torch import Tensor
 from megaspan.cache.transient import TransientCache
 from megaspan.config import ModelConfig
 from megaspan.errors import UserError
+from megaspan.model.folder import LanguageModel, load_folder, save_folder
 from megaspan.model.observe import AttentionSeen, RoutingSeen
 from megaspan.model.selection import EVERYTHING
-from megaspan.pretrained import PretrainedModel, load, save
 from megaspan.tokenizer import Tokenizer
 from megaspan.train.balance import LoadBalance
 from megaspan.train.data import TokenFile, training_pack
@@ -30,9 +31,10 @@ SHOW_EVERY = 10  # steps; a figure makes the processor wait for the device
 class StageTrainer:
     """The model, its optimizers and its place in one stage."""
 
-    def __init__(self, model: PretrainedModel, recipe: Recipe, stage: Stage, data: TokenFile):
+    def __init__(self, model: LanguageModel, recipe: Recipe, stage: Stage, data: TokenFile):
         self.model, self.recipe, self.stage, self.data = model, recipe, stage, data
         self.step = 0
+        self.seed = recipe.seed << 32 | zlib.crc32(stage.name.encode())  # stages read different packs
         chosen = dict(_learning(model, stage))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in chosen)
@@ -44,11 +46,11 @@ class StageTrainer:
         """Read one pack, change the weights, return what happened as scalars."""
         stage, device = self.stage, str(self.model.lm_head.weight.device)
         batch, targets = training_pack(
-            self.data, self.recipe.seed, self.step, stage.tokens_per_step, stage.context, device
+            self.data, self.seed, self.step, stage.tokens_per_step, stage.context, device
         )
         index_loss = None
         if stage.learn != "backbone":
-            random = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.step)
+            random = torch.Generator().manual_seed((self.seed * 1_000_003 + self.step) % 2**63)
             sampled = torch.randperm(len(targets), generator=random)[: stage.index_queries].sort().values
             index_loss = IndexLoss(batch, sampled.to(device))
 
@@ -139,7 +141,7 @@ def train(
         if number >= len(recipe.stages):
             break
         trainer = begin(number)
-    save(model, out)
+    save_folder(model, out, fp8=recipe.fp8)
     return figures
 
 
@@ -172,7 +174,7 @@ def _require_finite(figures: dict[str, float], trainer: StageTrainer) -> None:
             )
 
 
-def _check_fit(model: PretrainedModel, recipe: Recipe, data: TokenFile) -> None:
+def _check_fit(model: LanguageModel, recipe: Recipe, data: TokenFile) -> None:
     """Raise UserError where the model cannot read what the recipe gives it."""
     data.require_vocabulary(model.config.vocab_size)
     for stage in recipe.stages:
@@ -182,12 +184,12 @@ def _check_fit(model: PretrainedModel, recipe: Recipe, data: TokenFile) -> None:
             )
 
 
-def make_model(recipe: Recipe, device: str, start_from: str | Path | None) -> PretrainedModel:
+def make_model(recipe: Recipe, device: str, start_from: str | Path | None) -> LanguageModel:
     """The model that a run begins with: fresh weights, or those of the checkpoint `start_from`."""
     if device != "cpu" and not (device.split(":")[0] == "cuda" and torch.cuda.is_available()):
         raise UserError(f"there is no device {device!r} here: give cpu, or cuda on a machine with a GPU")
     if start_from is not None:
-        return load(start_from, recipe.dtype, device).train()
+        return load_folder(start_from, recipe.dtype, device, LanguageModel).train()
     config = ModelConfig.named(recipe.config)
     tokenizer = Tokenizer.load(recipe.tokenizer)
     if tokenizer.vocab_size > config.vocab_size:
@@ -195,7 +197,7 @@ def make_model(recipe: Recipe, device: str, start_from: str | Path | None) -> Pr
             f"{recipe.tokenizer} has {tokenizer.vocab_size} tokens, but the config's vocab_size is"
             f" {config.vocab_size}"
         )
-    model = PretrainedModel(config)
+    model = LanguageModel(config)
     model.initialise(recipe.seed)
     routers = {id(p) for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")}
     for parameter in model.parameters():
@@ -205,7 +207,7 @@ def make_model(recipe: Recipe, device: str, start_from: str | Path | None) -> Pr
     return model.to(device)
 
 
-def _learning(model: PretrainedModel, stage: Stage) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _learning(model: LanguageModel, stage: Stage) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The parameters that a stage changes."""
     for name, parameter in model.named_parameters():
         is_indexer = ".indexer." in name

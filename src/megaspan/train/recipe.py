@@ -77,6 +77,7 @@ class Recipe:
     clip: float = 1.0  # of the gradient's norm
     balance_rate: float = 0.001  # step of the routers' bias, DeepSeek-V3 section 2.1.2
     save_every: int = 1000  # steps
+    fp8: bool = False  # write the model in 128×128-block FP8, as the GLM-5.2 release
 
     def __post_init__(self) -> None:
         _check_settings(self, "")
@@ -126,6 +127,9 @@ def _check_settings(settings: Stage | Recipe, where: str) -> None:
                 raise UserError(f"{where}{name} must be {choices}, not {value!r}")
             if not isinstance(value, str) or not value:
                 raise UserError(f"{where}{name} must be a text, not {value!r}")
+        elif field.type is bool:
+            if not isinstance(value, bool):
+                raise UserError(f"{where}{name} must be true or false, not {value!r}")
         elif field.type in (int, float):
             kinds, called = (int, "whole number") if field.type is int else (int | float, "number")
             low, high = RANGES.get(name, (0, math.inf))

@@ -28,6 +28,6 @@ class Runner:
 
 
 class RoundedIndexRunner(Runner):
-    """With index keys in bfloat16, our default where the processor multiplies bfloat16."""
+    """With index keys in bfloat16, an option (`index_dtype`) for a float32 model."""
 
     index_dtype = torch.bfloat16

@@ -18,7 +18,7 @@ def moe(
 
     hidden:         [T, D], fp32 or bf16.
     expert_ids:     [T, k] int64.
-    expert_weights: [T, k] fp32, used as they are.
+    expert_weights: [T, k] fp32. For many tokens they weigh the inner states, in the dtype of `hidden`.
     gate_up_proj:   [E, 2 I, D], the first I rows are the gate; down_proj: [E, D, I]. The dtype of `hidden`.
     Returns [T, D] in the dtype of `hidden`; the k outputs are added in fp32.
     """

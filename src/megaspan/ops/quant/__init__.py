@@ -1,16 +1,25 @@
-"""Weights in FP8: e4m3 values with one float32 scale for each 128 x 128 block.
+"""FP8: weights in e4m3 with one float32 scale for each 128 x 128 block, index rows with one for each row.
 
-The format of the FP8 releases of DeepSeek-V3 and GLM-5: `weight = e4m3 * scale_inv`, the scales in
-`weight_scale_inv`. Blocks at the right and lower edge may be partial.
+The weights' format is that of the FP8 releases of DeepSeek-V3 and GLM-5: `weight = e4m3 * scale_inv`, the
+scales in `weight_scale_inv`. Blocks at the right and lower edge may be partial. Rows: see `index_rows`.
 """
 
 import torch
 from torch import Tensor
 
 from megaspan.ops.quant import vectorised
+from megaspan.ops.quant.index_rows import dequantize_rows, hadamard, quantize_rows
 from megaspan.ops.quant.reference import BLOCK
 
-__all__ = ["BLOCK", "block_grid", "dequantize_blocks", "quantize_blocks"]
+__all__ = [
+    "BLOCK",
+    "block_grid",
+    "dequantize_blocks",
+    "dequantize_rows",
+    "hadamard",
+    "quantize_blocks",
+    "quantize_rows",
+]
 
 block_grid = vectorised.block_grid
 
