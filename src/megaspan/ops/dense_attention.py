@@ -29,12 +29,15 @@ def dense_attention(
         strict=True,
     ):
         hidden_keys = len(key_s) - len(query_s)
-        mask: dict = {"is_causal": True}  # without a mask of its own, which is quadratic
+        mask = None  # without a past none is needed: it would be quadratic
         if hidden_keys:
             seen = torch.ones(len(query_s), len(key_s), dtype=torch.bool, device=query.device)
-            mask = {"attn_mask": seen.tril(hidden_keys)}
-        heads_first = (states.transpose(0, 1)[None] for states in (query_s, key_s, value_s))
-        pieces.append(F.scaled_dot_product_attention(*heads_first, **mask, scale=scale)[0].transpose(0, 1))
+            mask = seen.tril(hidden_keys)
+        query_H, key_H, value_H = (states.transpose(0, 1)[None] for states in (query_s, key_s, value_s))
+        attended = F.scaled_dot_product_attention(
+            query_H, key_H, value_H, attn_mask=mask, is_causal=mask is None, scale=scale
+        )
+        pieces.append(attended[0].transpose(0, 1))
     return torch.cat(pieces)
 
 
