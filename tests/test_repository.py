@@ -405,3 +405,18 @@ def test_packing_is_exact(files: list[SourceFile], text: str, context: int) -> N
     assert prompt.truncated in (None, prompt.files_included[0])
     if context >= len(everything.token_ids):
         assert prompt == everything
+
+
+@pytest.mark.parametrize("line", ["!", "\\", "a\\", "[z-a]"])
+def test_a_gitignore_line_that_is_no_pattern_is_passed_over(tmp_path: Path, line: str) -> None:
+    (tmp_path / ".gitignore").write_text(f"{line}\nhidden.py\n")
+    for name in ("a.py", "hidden.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    assert "hidden.py" not in (paths := {file.path for file in read_repository(tmp_path)})
+    assert "a.py" in paths
+
+
+def test_a_pipe_is_no_file_to_complete(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    with pytest.raises(UserError, match="not a regular file"):
+        read_target(tmp_path, "pipe.py", None)

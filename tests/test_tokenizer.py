@@ -244,3 +244,15 @@ def test_shipped_chat_template_is_the_one_that_fitting_writes() -> None:
     assert (FOLDER / CHAT_TEMPLATE).read_text() == Path(fit_tokenizer.__file__).with_name(
         CHAT_TEMPLATE
     ).read_text()
+
+
+def test_truncation_and_padding_left_in_the_file_do_not_touch_a_prompt(tmp_path: Path) -> None:
+    content = json.loads((FOLDER / "tokenizer.json").read_text(encoding="utf-8"))
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "!",
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    text = "def add(a, b): return a + b"
+    assert Tokenizer.load(tmp_path).encode(text) == Tokenizer.load(FOLDER).encode(text)

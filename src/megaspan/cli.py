@@ -1,6 +1,7 @@
 """The `megaspan` command: parses, calls, prints. A command imports what it needs, so that help is quick."""
 
 import errno
+import io
 import json
 import sys
 from enum import StrEnum
@@ -14,21 +15,26 @@ from megaspan.errors import UserError
 
 MODEL = Path("models/span-code")
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
-UNWRITABLE |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+UNWRITABLE |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 class Commands(TyperGroup):
     """Bad input of any kind is one line on stderr and exit code 2; the unforeseen keeps its traceback."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # without UTF-8: escapes, no traceback
+                stream.reconfigure(errors="backslashreplace")
         try:
             code = super().main(*args, standalone_mode=False, **kwargs)
         except UserError as error:
             _fail(str(error))
         except OSError as error:
             # Where a file or folder that the user named does not let itself be used.
-            if error.errno not in UNWRITABLE or error.filename is None:
+            if error.errno not in UNWRITABLE:
                 raise
+            if error.filename is None:
+                _fail(f"cannot write to standard output: {error.strerror}")
             _fail(f"cannot use {error.filename}: {error.strerror}")
         except typer.Abort:
             sys.exit(130)
@@ -131,6 +137,8 @@ def complete(
 
 
 def _write(text: str) -> None:
+    if sys.stdout is None:
+        raise UserError("standard output is closed: the completion has nowhere to go")
     sys.stdout.write(text)
     sys.stdout.flush()
 

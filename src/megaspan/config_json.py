@@ -28,9 +28,14 @@ def require(condition: bool, name: str, reason: str) -> None:
         raise UserError(f"config: {name} {reason}")
 
 
+MOST = {"num_hidden_layers": 10_000}
+
+
 def require_count(name: str, value: Any, least: int) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     require(whole and value >= least, name, f"must be a whole number of at least {least}, not {value!r}")
+    most = MOST.get(name, 2**31 - 1)
+    require(value <= most, name, f"must be at most {most:,}")
 
 
 def scheduled_indexer_types(layers: int, freq: int | None, offset: int = 2) -> tuple[str, ...]:
@@ -67,7 +72,7 @@ def read_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the config {path}: {error.strerror or error}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"the config {path} is not valid JSON; fetch or write it again") from None
     if not isinstance(content, dict):
         raise UserError(f"the config {path} must hold a JSON object, not a {type(content).__name__}")

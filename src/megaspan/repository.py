@@ -1,5 +1,6 @@
 """A repository as a prompt: read its text files, order them by nearness, pack them into a context."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -18,7 +19,9 @@ LOCK_FILES = {"package-lock.json", "npm-shrinkwrap.json", "pnpm-lock.yaml", "go.
 SOURCE_ROOTS = ("", "src", "lib", "python")
 
 IMPORT = re.compile(r"^[ \t]*import[ \t]+([\w., \t]+)", re.MULTILINE)
-FROM_IMPORT = re.compile(r"^[ \t]*from[ \t]+(\.*)([\w.]*)[ \t]+import\s+(\([^)]*\)|[^\n#;]+)", re.MULTILINE)
+FROM_IMPORT = re.compile(
+    r"^[ \t]*from[ \t]+(\.{0,64})([\w.]{0,512})[ \t]+import\s+(\([^()]{0,8192}\)|[^\n#;(]+)", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -93,14 +96,27 @@ def _listed_by_git(root: Path) -> set[str]:
     return {os.fsdecode(name) for name in listing.split(b"\0") if name}
 
 
+def _ignore_rules(path: Path, prefix: str, on_skip: Callable[[str, str], None]) -> GitIgnoreSpec:
+    """The rules of a .gitignore file, without the lines that are no patterns, as git reads it."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        on_skip(f"{prefix}.gitignore", "unreadable")
+        return GitIgnoreSpec([])
+    patterns = []
+    for line in lines:
+        with contextlib.suppress(ValueError, re.error):
+            patterns.extend(GitIgnoreSpec.from_lines([line]).patterns)
+    return GitIgnoreSpec(patterns)
+
+
 def _walk(root: Path, on_skip: Callable[[str, str], None]) -> set[str]:
     """Files that no .gitignore between them and `root` excludes."""
 
     def visit(folder: Path, prefix: str, specs: list[tuple[str, GitIgnoreSpec]]) -> Iterator[str]:
         rules = folder / ".gitignore"
         if rules.is_file():
-            lines = rules.read_text(encoding="utf-8", errors="replace").splitlines()
-            specs = [*specs, (prefix, GitIgnoreSpec.from_lines(lines))]
+            specs = [*specs, (prefix, _ignore_rules(rules, prefix, on_skip))]
         try:
             entries = list(os.scandir(folder))
         except OSError:
@@ -182,7 +198,12 @@ def read_target(directory: str | os.PathLike, file: str | os.PathLike, line: int
     """
     root = Path(directory).resolve()
     inside = root / file
-    path = (inside if inside.exists() or not Path(file).exists() else Path(file)).resolve()
+    try:
+        path = (inside if inside.exists() or not Path(file).exists() else Path(file)).resolve()
+    except (RuntimeError, ValueError):
+        raise UserError(f"{file} leads nowhere: give the path of a file") from None
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{file} is not a regular file: give the path of a text file")
     if not path.is_relative_to(root):
         raise UserError(f"{file} is outside the repository {directory}")
     text = read_text(path)

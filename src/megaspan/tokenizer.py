@@ -24,6 +24,8 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, chat_template: str | None = None) -> None:
         backend.encode_special_tokens = True
+        backend.no_truncation()  # what a training script left in the file must not cut or fill a prompt
+        backend.no_padding()
         self.backend = backend
         self.chat_template = chat_template
         self.files: dict[str, bytes] = {"tokenizer.json": backend.to_str(pretty=True).encode()}

@@ -258,3 +258,10 @@ def test_observer_sees_every_layer_and_changes_nothing():
         )
     assert [seen.attention.layer for seen in layers] == list(range(9))
     assert torch.equal(model.unembed(hidden), one_shot(model, tokens)[0])
+
+
+def test_one_token_of_odd_widths_is_read():
+    """A rotated slice that begins on an odd place cannot be seen as complex numbers."""
+    config = untied(DEBUG).replace(kv_lora_rank=31, qk_nope_head_dim=15, num_attention_heads=1)
+    model, tokens = random_model(config), random_tokens(config, 20)
+    assert relative_error(in_chunks(model, tokens, [1] * 20), one_shot(model, tokens)[0]) < 1e-5

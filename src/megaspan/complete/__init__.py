@@ -38,6 +38,7 @@ from megaspan.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 32768
 CHUNK = 512
+MOST_THREADS = 1024
 REPOSITORY, END_OF_FILE = "<|repository|>", "<|file|>"
 
 
@@ -71,6 +72,10 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise UserError(
+                f"--threads is {self.threads}: give at most {MOST_THREADS}, and best as many as cores"
+            )
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(f"--temperature is {self.temperature}: it must be a number of 0 or more")
         if not 0 <= self.seed < 2**63:
@@ -186,6 +191,8 @@ def _prompt_text(prompt_file: str) -> str:
     if prompt_file != "-":
         text = read_text(Path(prompt_file))
     else:
+        if sys.stdin is None:
+            raise UserError("standard input is closed: give the prompt with --prompt-file FILE")
         try:
             text = decode(sys.stdin.buffer.read())
         except UnicodeError:

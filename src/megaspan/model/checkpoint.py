@@ -180,7 +180,7 @@ def _check_folder(folder: Path) -> None:
 def _read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}): fetch it again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a JSON object: fetch it again")

@@ -64,6 +64,9 @@ class Rotation:
 
     def __call__(self, states: Tensor) -> Tensor:
         """Rotate [T, width] or [T, heads, width], keeping its dtype."""
-        pairs = states.float().contiguous().view(*states.shape[:-1], -1, 2)
-        turned = torch.view_as_complex(pairs) * (self.turn if states.dim() == 2 else self.turn_heads)
+        pairs = states.float().contiguous()
+        if pairs.storage_offset() % 2:  # a complex number begins on an even place
+            pairs = pairs.clone()
+        pairs = torch.view_as_complex(pairs.view(*states.shape[:-1], -1, 2))
+        turned = pairs * (self.turn if states.dim() == 2 else self.turn_heads)
         return torch.view_as_real(turned).view(states.shape).to(states.dtype)

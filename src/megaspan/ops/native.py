@@ -39,7 +39,11 @@ def load(source: Path) -> ctypes.CDLL | None:
         library = cache_folder() / f"{source.parent.name}-{_fingerprint(source, compiler)}.so"
         if not library.exists():
             _compile(compiler, source, library)
-        return ctypes.CDLL(str(library))
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:  # a damaged file in the cache
+            _compile(compiler, source, library)
+            return ctypes.CDLL(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         name = f"{source.parent.name}/{source.name}"
