@@ -24,13 +24,15 @@ class StageProgress:
             raise UserError("training needs tensorboard: pip install 'megaspan[train]'") from None
         self.stage = stage
         self.writer = SummaryWriter(str(folder))
+        console = Console(stderr=True)
         self.bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"),
-            console=Console(stderr=True),
+            console=console,
+            disable=not console.is_terminal,
         )
         self.task = self.bar.add_task(stage.name, total=stage.steps, completed=first, figures="")
         self.shown_step, self.shown_at = first, time.monotonic()
@@ -58,10 +60,10 @@ class StageProgress:
         for name, value in (figures | speed).items():
             self.writer.add_scalar(name, value, step)
         shown = "  ".join(f"{name.replace('_', ' ')} {value:,.4g}" for name, value in figures.items())
-        shown += f"  {speed['tokens_per_second']:,.0f} tokens/s"
-        self.bar.update(self.task, completed=step, figures=shown)
+        rate = f"{speed['tokens_per_second']:,.0f} tokens/s"
+        self.bar.update(self.task, completed=step, figures=f"loss {figures['loss']:.3f}  {rate}")
         if not self.bar.console.is_terminal and (now >= self.next_line or step == self.stage.steps):
             self.next_line = now + SECONDS_BETWEEN_LINES
-            line = f"{self.stage.name} {step}/{self.stage.steps}  {shown}"
+            line = f"{self.stage.name} {step}/{self.stage.steps}  {shown}  {rate}"
             self.bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         return {**figures, **speed, "step": step}
