@@ -227,3 +227,9 @@ def test_the_package_has_nothing_but_what_it_names():
     assert megaspan.load is not None
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         megaspan.lode  # noqa: B018
+
+
+@pytest.mark.parametrize("device", ["nowhere", "meta:x", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(folder, device):
+    with pytest.raises(UserError, match="no device"):
+        megaspan.load(folder, device=device)

@@ -209,3 +209,9 @@ def test_a_pass_that_fails_leaves_the_sequence_as_it_was(model, prompt, monkeypa
     assert generation.length == 20
     expected = one_shot(model, torch.tensor(prompt[:21]))[0][-1]
     assert relative_error(generation.step(prompt[20]), expected) < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_are_said(temperature):
+    with pytest.raises(UserError, match="weights are damaged"):
+        sample(torch.tensor([0.0, torch.nan]), temperature)

@@ -136,3 +136,12 @@ def test_scales_are_held_to_the_same_strictness(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight_scale_inv": torch.ones(1, 1)}))
     with pytest.raises(UserError, match=r"unexpected tensors: lm_head\.weight_scale_inv"):
         read_checkpoint(tmp_path, DEBUG)
+
+
+@pytest.mark.parametrize("shard", ["../elsewhere.safetensors", "/elsewhere.safetensors", "", 7, None])
+def test_an_index_may_only_name_files_of_its_folder(tmp_path: Path, shard: object) -> None:
+    content = {"weight_map": {"model.norm.weight": shard}}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="no file of the folder"):
+        read_checkpoint(tmp_path, DEBUG, torch.float32)

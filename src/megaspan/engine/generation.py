@@ -132,6 +132,8 @@ def generate(
 def sample(logits: Tensor, temperature: float, generator: torch.Generator | None = None) -> int:
     """Draw a token id from logits [V]; temperature 0 takes the best, the lowest id among equals."""
     _check_temperature(temperature)
+    if logits.isnan().any():
+        raise UserError("the model's logits are not numbers: its weights are damaged, fetch them again")
     if temperature == 0:
         return int(logits.argmax())
     below_best = logits.cpu().double() - logits.max().item()  # so that no quotient overflows

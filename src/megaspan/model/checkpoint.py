@@ -196,7 +196,12 @@ def _read_headers(folder: Path) -> dict[str, Stored]:
     weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{folder / INDEX_FILE} has no weight_map: fetch it again")
-    shards = sorted({str(shard) for shard in weight_map.values()})
+    names = list(weight_map.values())
+    if outside := [
+        name for name in names if not isinstance(name, str) or Path(name).name != name or not name
+    ]:
+        raise UserError(f"{folder / INDEX_FILE} names {outside[0]!r}, no file of the folder: fetch it again")
+    shards = sorted(set(names))
     if missing := [shard for shard in shards if not (folder / shard).is_file()]:
         raise UserError(f"{folder} lacks {len(missing)} of {len(shards)} shards; fetch {_some(missing)}")
     stored: dict[str, Stored] = {}

@@ -27,6 +27,10 @@ def load_folder(path: str | Path, dtype: str | torch.dtype, device: str, kind: t
     dtype: "float32", "bfloat16", or "auto": what the checkpoint says where the device multiplies it
     fast, else float32. Raises UserError when a file is missing, damaged, or of another architecture.
     """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"no device {device!r} here: use cpu ({str(error).splitlines()[0]})") from None
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: give the folder that holds config.json and the weights")
