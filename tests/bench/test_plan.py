@@ -24,6 +24,7 @@ from megaspan.model.checkpoint_names import becomes_fp8, expected_tensors
 from megaspan.model.transformer import Transformer
 from megaspan.ops.linear import native as linear_native
 from megaspan.ops.moe import native as moe_native
+from megaspan.ops.router import native as router_native
 from megaspan.ops.rows import RowTable
 from megaspan.ops.sparse_mla import sparse_mla_reference
 from tests.strategies import configs
@@ -127,6 +128,7 @@ def counted(config: ModelConfig, past: int, tokens: int) -> int:
         with pytest.MonkeyPatch.context() as patch, FlopCounterMode(display=False) as counter:
             for compiled in (linear_native, moe_native):  # a counter does not see into compiled operations
                 patch.setattr(compiled, "supports", lambda *operands, **sizes: False)
+            patch.setattr(router_native, "can_take", lambda *operands: False)
             patch.setattr(indexer, "index_topk", top_k_in_products)
             patch.setattr(attention, "sparse_mla", lambda *operands: sparse_mla_reference(*operands[:-1]))
             model.lm_head(model(Batch.of([token_ids[past:]], [past]), cache))

@@ -8,10 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megaspan.ops.quant import dequantize_rows, hadamard, quantize_rows
+from megaspan.ops.quant import (
+    decode_index_rows,
+    dequantize_rows,
+    encode_index_rows,
+    hadamard,
+    index_rows,
+    native,
+    quantize_index_queries,
+    quantize_rows,
+    split_index_rows,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 WIDTH = 128  # that of the released model
+needs_native = pytest.mark.skipif(not native.supports(torch.empty(1, 1)), reason="no C compiler here")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -139,3 +150,139 @@ def test_scales_of_other_rows_are_refused():
     values, scale = quantize_rows(normal(7, 16))
     with pytest.raises(ValueError, match="do not fit"):
         dequantize_rows(values, scale[:6])
+
+
+def score_error(keys: Tensor, query: Tensor, weights: Tensor, rotate: bool) -> float:
+    """The relative error of the indexer's scores when keys and queries are in FP8."""
+
+    def scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+        return (weights.double()[..., None] * (query.double() @ keys.double().T).relu()).sum(1)
+
+    exact = scores(query, weights, keys)
+    rounded = quantize_index_queries(query, weights, rotate)
+    actual = scores(*rounded, decode_index_rows(encode_index_rows(keys, rotate)))
+    return float((actual - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_of_packed_rows_keep_what_outliers_would_lose(seed):
+    """P06: rotated error below half the unrotated with outliers; the rotation is neutral without them."""
+    keys, query, weights = (
+        normal(90, WIDTH, seed=seed),
+        normal(20, 8, WIDTH, seed=seed + 9),
+        normal(20, 8).abs(),
+    )
+    rotated, plain = (score_error(keys, query, weights, rotate) for rotate in (True, False))
+    assert 0.75 < rotated / plain < 1.3
+    assert max(rotated, plain) < 0.05
+    large = torch.randperm(WIDTH, generator=torch.Generator().manual_seed(seed))[:3]
+    keys[:, large] *= 100
+    query[..., large] *= 100
+    assert score_error(keys, query, weights, True) < score_error(keys, query, weights, False) / 2
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+@pytest.mark.parametrize("width", [1, 32, 128])
+def test_packed_rows_hold_values_then_scale(width, count, rotate):
+    keys = normal(count, width) * 30
+    packed = encode_index_rows(keys, rotate)
+    assert (packed.dtype, packed.shape) == (torch.uint8, (count, width + 4))
+    values, scale = quantize_rows(keys, rotate)
+    assert torch.equal(packed[:, :width], values.view(torch.uint8))
+    for kept, expected in zip(split_index_rows(packed), (values, scale), strict=True):
+        assert torch.equal(kept.float(), expected.float())
+    assert torch.equal(decode_index_rows(packed), dequantize_rows(values, scale))
+
+
+@pytest.mark.parametrize("width", [3, 96, 127])
+def test_a_width_that_cannot_be_rotated_is_packed_as_it_is(width):
+    """So are the queries: both sides follow the same rule."""
+    keys, query, weights = normal(9, width), normal(4, 3, width, seed=1), normal(4, 3, seed=2)
+    assert torch.equal(encode_index_rows(keys), encode_index_rows(keys, rotate=False))
+    for kept, plain in zip(
+        quantize_index_queries(query, weights), quantize_index_queries(query, weights, False), strict=True
+    ):
+        assert torch.equal(kept, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_are_e4m3_values_whose_scales_are_in_the_weights(dtype):
+    query, weights = (normal(6, 5, WIDTH) * 7).to(dtype), normal(6, 5, seed=1)
+    values, folded = quantize_index_queries(query, weights)
+    assert (values.dtype, folded.dtype) == (torch.bfloat16, torch.float32)
+    expected, scale = quantize_rows(query.flatten(0, 1))
+    assert torch.equal(values.float(), expected.float().view(6, 5, WIDTH))
+    assert torch.equal(folded, weights * scale.view(6, 5))
+
+
+def test_a_packed_row_depends_on_no_other():
+    """In batch-invariant mode the cache of a token alone is that of the token in a batch, bit by bit."""
+    keys, weights = normal(67, WIDTH), normal(67, 4)
+    query = normal(67, 4, WIDTH, seed=1)
+    packed = encode_index_rows(keys)
+    together = quantize_index_queries(query, weights)
+    for token in (0, 30, 66):
+        one = slice(token, token + 1)
+        assert torch.equal(encode_index_rows(keys[one]), packed[one])
+        for alone, kept in zip(quantize_index_queries(query[one], weights[one]), together, strict=True):
+            assert torch.equal(alone, kept[one])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_packed_without_a_word(bad):
+    """Serving must not stop for it; the other rows stay as they are."""
+    keys = normal(5, 16)
+    keys[4, 15] = bad
+    for rotate in (True, False):
+        decoded = decode_index_rows(encode_index_rows(keys, rotate))
+        assert torch.equal(decoded[:4], decode_index_rows(encode_index_rows(keys[:4], rotate)))
+        if math.isnan(bad):  # the score counts as -inf
+            assert decoded[4].isnan().any()
+        else:
+            assert decoded[4].isfinite().all()
+            assert decoded[4, 15].abs() > 1e38
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; a NaN may have either sign."""
+    if left.dtype == torch.uint8:
+        return same_bits(decode_index_rows(left), decode_index_rows(right)) and same_bits(
+            split_index_rows(left)[1], split_index_rows(right)[1]
+        )
+    return left.dtype == right.dtype and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_native
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.sampled_from([0, 1, 3, 400]),
+    width=st.sampled_from([1, 7, 32, 96, 128, 256]),
+    magnitude=st.sampled_from([1e-44, 1e-38, 1e-5, 1.0, 1e30, 1e37]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    rotate=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_native_equals_the_plain_versions_bit_by_bit(count, width, magnitude, dtype, rotate, seed):
+    keys, weights = (normal(count, width, seed=seed) * magnitude).to(dtype), normal(count, 1, seed=seed)
+    keys[1:2], keys[2:3, -1], keys[3:4], keys[4:5, 0] = 0, math.nan, -math.inf, math.inf
+    plain = index_rows.encode_index_rows(keys, rotate)
+    assert same_bits(native.encode_index_rows(keys, rotate), plain)
+    query = keys[:, None]
+    for compiled, expected in zip(
+        native.quantize_index_queries(query, weights, rotate),
+        index_rows.quantize_index_queries(query, weights, rotate),
+        strict=True,
+    ):
+        assert same_bits(compiled, expected)
+
+
+@needs_native
+def test_native_rounds_every_bf16_as_the_plain_version():
+    """All within 448, so each value of e4m3 and each tie between two; the 448 beside them sets the scale."""
+    every = torch.arange(1 << 16).to(torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+    rows = torch.stack((every[every.abs() <= 448], torch.full_like(every[every.abs() <= 448], 448.0)), 1)
+    assert torch.equal(native.encode_index_rows(rows, False), index_rows.encode_index_rows(rows, False))
+    weights = torch.ones(len(rows), 1)
+    rounded = native.quantize_index_queries(rows[:, None], weights, False)[0]
+    assert torch.equal(rounded, index_rows.quantize_index_queries(rows[:, None], weights, False)[0])

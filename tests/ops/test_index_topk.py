@@ -13,6 +13,7 @@ from megaspan.ops import native
 from megaspan.ops.index_topk import index_topk, index_topk_blocked, index_topk_native, index_topk_reference
 from megaspan.ops.index_topk.blocked import tile_shape
 from megaspan.ops.index_topk.native import SOURCE, Problem, plan
+from megaspan.ops.quant import decode_index_rows, encode_index_rows, quantize_index_queries
 from megaspan.ops.rows import RowTable
 from tests.allocations import peak_bytes
 
@@ -59,6 +60,11 @@ class Case:
         names = ("query", "weights", "sequence_ids", "visible")
         return replace(self, **{name: getattr(self, name)[tokens] for name in names})
 
+    def in_fp8(self, rotate: bool = False) -> "Case":
+        """The same with FP8 index rows; small whole numbers stay exact if they are not rotated."""
+        query, weights = quantize_index_queries(self.query, self.weights, rotate)
+        return replace(self, query=query, weights=weights, keys=encode_index_rows(self.keys, rotate))
+
 
 def make(
     visible: list[list[int]], heads=3, width=8, topk=8, page_size=0, whole=True, dtype=torch.float32, seed=0
@@ -90,7 +96,8 @@ def scores_of(case: Case, token: int) -> Tensor:
     """The scores of what a token sees, in fp64."""
     positions = torch.arange(int(case.visible[token]))
     rows = case.table.rows(case.sequence_ids[token, None], positions[None])[0]
-    products = case.query[token].double() @ case.keys[rows].double().T
+    keys = decode_index_rows(case.keys[rows]) if case.keys.dtype == torch.uint8 else case.keys[rows]
+    products = case.query[token].double() @ keys.double().T
     return case.weights[token].double() @ products.relu()
 
 
@@ -115,9 +122,18 @@ def test_equals_reference_where_sums_are_exact(select, case):
     assert torch.equal(select(case), case.reference())
 
 
+@settings(max_examples=20, deadline=None)
+@given(case=cases(whole=True))
+def test_fp8_keys_equal_reference_where_sums_are_exact(select, case):
+    exact, packed = case.reference(), case.in_fp8()
+    assert torch.equal(packed.reference(), exact)
+    assert torch.equal(select(packed), exact)
+
+
 @settings(max_examples=15, deadline=None)
-@given(case=cases(whole=False))
-def test_picks_the_best_up_to_rounding(select, case):
+@given(case=cases(whole=False), fp8=st.booleans())
+def test_picks_the_best_up_to_rounding(select, case, fp8):
+    case = case.in_fp8(rotate=True) if fp8 else case
     for token, selected in enumerate(select(case)):
         scores = scores_of(case, token)
         wanted = min(case.topk, len(scores))
@@ -151,29 +167,66 @@ def test_prompts_about_topk_in_one_batch(select):
         assert torch.equal(select(alone)[0], select(mixed)[token])
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("weight", [1.0, -1.0])
-def test_all_scores_zero_picks_the_first(select, weight):
+def test_all_scores_zero_picks_the_first(select, weight, fp8):
     """P14: every ReLU is shut; with negative weights the zeros are -0.0."""
     case = make([[5000, 700]], topk=64)
     weights = torch.full_like(case.weights, weight)
     case = replace(case, query=case.query.abs(), keys=-case.keys.abs(), weights=weights)
+    case = case.in_fp8() if fp8 else case
     assert (select(case) == torch.arange(64, dtype=torch.int32)).all()
 
 
-def test_few_positives_and_a_plateau_of_zeros(select):
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_few_positives_and_a_plateau_of_zeros(select, fp8):
     """P14: 1 % of the keys score above the plateau, its lowest positions fill the rest; 20 runs agree."""
     case = make([[6000]], topk=96)
     keys = -case.keys.abs()
     keys[torch.randperm(6000, generator=torch.Generator().manual_seed(1))[:60]] *= -1
     case = replace(case, query=case.query.abs(), keys=keys, weights=case.weights.abs())
+    case = case.in_fp8() if fp8 else case
     runs = [select(case) for _ in range(20)]
     assert torch.equal(runs[0], case.reference())
     assert all(torch.equal(run, runs[0]) for run in runs)
 
 
-def test_does_not_depend_on_threads_company_or_budget(select):
+def test_fp8_keys_tie_across_scales(select):
+    """P14: keys that score the same through another scale and value are told apart by position only."""
+    width, length = 8, 2000
+    keys = torch.zeros(length, width)
+    keys[:, 0] = 2.0
+    keys[torch.arange(length), 1 + torch.arange(length) % 7] = 2.0 ** (torch.arange(length) % 9)
+    query = torch.zeros(1, 2, width)
+    query[..., 0] = 1.0
+    case = replace(make([[length]], heads=2, topk=40), query=query, keys=keys, weights=torch.ones(1, 2))
+    assert len(set(encode_index_rows(keys, rotate=False)[:, width + 3].tolist())) > 1
+    assert select(case.in_fp8()).tolist() == [list(range(40))]
+
+
+@pytest.mark.parametrize("flush", [False, True], ids=["", "flushing subnormals"])
+def test_every_e4m3_value_in_order(select, flush):
+    """Keys of the values 0 to 448, of which the least are subnormal, whatever the process does with those."""
+    for topk in (1, 60, *range(119, 127)):
+        order = torch.randperm(127, generator=torch.Generator().manual_seed(topk))
+        keys = encode_index_rows(torch.full((127, 8), 448.0), rotate=False)
+        keys[:, :8] = order[:, None]
+        case = make([[127]], heads=1, topk=topk)
+        query, weights = torch.ones_like(case.query).bfloat16(), torch.ones_like(case.weights)
+        case = replace(case, query=query, keys=keys, weights=weights)
+        torch.set_flush_denormal(flush)
+        try:
+            selected = select(case)
+        finally:
+            torch.set_flush_denormal(False)
+        assert sorted(order[selected[0].long()].tolist()) == list(range(127 - topk, 127))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_does_not_depend_on_threads_company_or_budget(select, fp8):
     """The same choice alone or in a batch, split among threads or not, in large steps or small."""
     case = make([[9000] * 40], heads=5, width=24, topk=33, whole=False)
+    case = case.in_fp8() if fp8 else case
     one = case.at(slice(0, 1))
     expected = select(case)
     assert torch.equal(select(one)[0], expected[0])
@@ -209,27 +262,42 @@ def test_close_scores_are_told_apart(select):
         assert select(close).tolist() == [[10, 20, 30, better]]
 
 
-def test_physical_pages_do_not_matter(select):
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_physical_pages_do_not_matter(select, fp8):
     """P20: the same sequence under another order of pages gives the same positions."""
     contiguous = make([[83, 90, 90]], whole=False)
+    contiguous = contiguous.in_fp8() if fp8 else contiguous
     order = torch.randperm(23, generator=torch.Generator().manual_seed(3))
-    paged = replace(contiguous, keys=torch.full((92, 8), torch.nan), table=RowTable(order[None] * 4, 4))
+    unseen = contiguous.keys.new_full((92, contiguous.keys.shape[1]), 255 if fp8 else torch.nan)
+    paged = replace(contiguous, keys=unseen, table=RowTable(order[None] * 4, 4))
     paged.keys[paged.table.rows(torch.tensor([0]), torch.arange(90)[None])[0]] = contiguous.keys
     assert torch.equal(select(paged), select(contiguous))
 
 
-def test_rows_beyond_two_to_the_31_elements(select):
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_rows_beyond_two_to_the_31_elements(select, fp8):
     """P18: a view whose rows lie so far apart that a 32-bit offset would wrap to another row."""
-    case = make([[60] * 2], width=8)
+    near = make([[60] * 2], width=8, dtype=torch.bfloat16)
+    near = near.in_fp8() if fp8 else near
     stride = (1 << 31) // 50
     try:  # only the pages that are touched will exist
-        far = torch.UntypedStorage(60 * stride * 2)
+        far = torch.UntypedStorage(60 * stride * near.keys.itemsize)
     except RuntimeError:
         pytest.skip("no address space for a sparse 5 GB")
-    keys = torch.empty(0, dtype=torch.bfloat16).set_(far, 0, (60, 8), (stride, 1))
-    keys.copy_(case.keys)
-    near = replace(case, query=case.query.bfloat16(), keys=case.keys.bfloat16())
+    keys = torch.empty(0, dtype=near.keys.dtype).set_(far, 0, near.keys.shape, (stride, 1))
+    keys.copy_(near.keys)
     assert torch.equal(select(replace(near, keys=keys)), near.reference())
+
+
+def test_not_finite_fp8_keys(select):
+    """A NaN among the values counts as -inf, wherever it stands and whatever the width."""
+    for width in (4, 33):
+        case = make([[300, 5, 9]], heads=2, width=width, topk=8)
+        case = replace(case, query=case.query.abs() + 1, weights=case.weights.abs() + 1)
+        case.keys[::3, width - 1] = torch.nan
+        case = case.in_fp8()
+        assert torch.equal(select(case), case.reference())
+        assert not (select(case)[0] % 3 == 0).any()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -254,14 +322,27 @@ def test_no_tokens(select):
     assert select(make([[9]]).at(slice(0, 0))).shape == (0, 8)
 
 
+def test_a_table_of_many_long_sequences_is_not_copied(select):
+    """An engine's table of 64 sequences and 1 Mi positions, 8 MiB, serves one token of the last of them."""
+    case = make([[200]], page_size=64)
+    starts = torch.full((64, 16384), -12345)
+    starts[63, : case.table.starts.shape[1]] = case.table.starts[0]
+    wide = replace(case, table=RowTable(starts, 64), sequence_ids=torch.tensor([63]))
+    answer = []
+    assert peak_bytes(lambda: answer.append(select(wide, MIB))) <= MIB
+    assert torch.equal(answer[0], case.reference())
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("length", [1024, 16384])
 @pytest.mark.parametrize("heads", [1, 32])
-def test_memory_stays_within_the_budget(select, length, heads):
+def test_memory_stays_within_the_budget(select, length, heads, fp8):
     """P21, P23: neither length nor heads take the peak past the budget, and the result is the same.
 
     The scores of all 64 tokens at the greater length would be 4 MiB, four times the budget.
     """
     case = make([[length] * 64], heads=heads, width=16)
+    case = case.in_fp8() if fp8 else case
     answer = []
     most = peak_bytes(lambda: answer.append(select(case, MIB)))
     assert 0 < most <= MIB
@@ -294,6 +375,8 @@ def test_dispatcher_refuses_what_disagrees():
         ({"keys": case.keys[:, :4]}, "disagree"),
         ({"weights": case.weights[:, :2]}, "weights"),
         ({"visible": case.visible.repeat(2)}, "visible"),
+        ({"keys": case.in_fp8().keys}, "uint8"),
+        ({"keys": case.in_fp8().keys[:, 1:]}, "disagree"),
     ):
         with pytest.raises(ValueError, match=words):
             index_topk(*replace(case, **wrong).arguments())
@@ -326,9 +409,11 @@ def test_dispatcher_takes_any_layout():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocked_on_a_gpu(dtype):
+def test_blocked_on_a_gpu(dtype, fp8):
     case = make([list(range(1, 600))], heads=16, width=32, topk=64, page_size=64, dtype=dtype)
+    case = case.in_fp8() if fp8 else case
     table = RowTable(case.table.starts.cuda(), case.table.page_size)
     moved = [value.cuda() if isinstance(value, Tensor) else value for value in case.arguments()]
     moved[3] = table

@@ -98,11 +98,34 @@ def test_large_gates_saturate(version):
 
 
 @needs_native
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "one by one"])
+@settings(deadline=None, max_examples=15)
+@given(case=cases(), data=st.data())
+def test_a_token_does_not_depend_on_the_others(compiled, case, data):
+    """Bit for bit, in batch-invariant mode: any stretch of the tokens, so other groups at every expert."""
+    tokens = len(case.hidden)
+    first = data.draw(st.integers(0, tokens))
+    few = slice(first, data.draw(st.integers(first, tokens)))
+    gate, up = case.gate_up_proj[0].nan_to_num(0.5).chunk(2)
+    down = case.down_proj[0].nan_to_num(0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(native, "can_take", lambda *_: False)
+        together = moe(*case.operands, invariant=True)
+        alone = moe(*(operand[few] for operand in case.operands[:3]), *case.operands[3:], invariant=True)
+        assert alone.equal(together[few])
+        plain = swiglu(case.hidden, gate, up, down, invariant=True)
+        assert swiglu(case.hidden[few], gate, up, down, invariant=True).equal(plain[few])
+    assert_close(together, moe_reference(*case.operands))
+
+
+@needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_native_token_does_not_depend_on_the_others(dtype):
-    case = make_case(tokens=8, slots=4, experts=16, width=256, inner=128, dtype=dtype)
+def test_blocks_of_tokens_do_not_matter(dtype):
+    """More tokens than the scratch space holds at once: 32 MiB."""
+    case = make_case(tokens=700, slots=4, experts=16, width=3000, inner=7, dtype=dtype)
     together = native.moe_native(*case.operands)
-    for token in range(8):
+    for token in (0, 600, 699):
         alone = slice(token, token + 1)
         output = native.moe_native(
             case.hidden[alone], case.expert_ids[alone], case.expert_weights[alone], *case.operands[3:]
@@ -168,13 +191,15 @@ def test_gradients_ignore_experts_without_tokens():
 
 
 @needs_native
-@pytest.mark.parametrize(("tokens", "times"), [(12, 1), (13, 0)])
+@pytest.mark.parametrize(("tokens", "times"), [(192, 1), (193, 0)])
 def test_dispatcher_takes_the_compiled_version_for_few_tokens(monkeypatch, tokens, times):
     case = make_case(tokens=tokens, slots=2, experts=6)
     calls = []
     monkeypatch.setattr(native, "moe_native", lambda *operands: calls.append(operands))
     moe(*case.operands)
     assert len(calls) == times
+    moe(*case.operands, invariant=True)
+    assert len(calls) == (times := times + 1)
     case.hidden.requires_grad_()
     assert moe(*case.operands).requires_grad
     assert len(calls) == times

@@ -52,6 +52,18 @@ def test_builds_once_and_loads(source):
 
 
 @needs_compiler
+def test_another_header_is_another_library(source):
+    header = source.parent.parent / "answer.h"
+    source.write_text('#include "../answer.h"\nint answer(void) { return ANSWER; }\n')
+    for answer in (43, 44):
+        header.write_text(f"#define ANSWER {answer}\n")
+        native.load.cache_clear()
+        library = native.load(source)
+        assert library is not None
+        assert library.answer() == answer
+
+
+@needs_compiler
 def test_another_source_or_flag_is_another_library(source, monkeypatch):
     native.load(source)
     source.write_text("int answer(void) { return 43; }\n")

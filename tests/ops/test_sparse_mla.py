@@ -1,6 +1,6 @@
 """Sparse latent attention: every version against the plain loop. P numbers are faults other engines had."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megaspan.ops.quant import decode_latent_rows, encode_latent_rows
 from megaspan.ops.rows import RowTable
 from megaspan.ops.sparse_mla import native, sparse_mla, sparse_mla_gathered, sparse_mla_reference
 from tests.allocations import peak_bytes
@@ -36,6 +37,12 @@ class Case:
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, int, float]:
         return self.query, self.rows, self.selected, self.value_width, self.scale
+
+    def in_fp8(self) -> "Case":
+        """The same with FP8 rows; every byte of those that nobody selected is 255."""
+        packed = encode_latent_rows(self.rows, self.value_width)
+        packed[self.rows.isnan().all(1)] = 255
+        return replace(self, rows=packed)
 
 
 def make_case(
@@ -82,6 +89,22 @@ def cases(draw) -> Case:
     )
 
 
+@st.composite
+def fp8_cases(draw) -> Case:
+    """Partial groups, more than one of them, and no rotary part at all."""
+    value_width = draw(st.sampled_from([1, 5, 15, 16, 17, 127, 128, 129, 144, 260]))
+    return make_case(
+        tokens=draw(st.integers(0, 12)),
+        heads=draw(st.integers(1, 10)),
+        width=value_width + draw(st.sampled_from([0, 1, 2, 16, 33])),
+        value_width=value_width,
+        slots=draw(st.sampled_from([1, 3, 33, 129])),
+        row_count=draw(st.integers(1, 200)),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        seed=draw(st.integers(0, 1000)),
+    ).in_fp8()
+
+
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert actual.dtype == expected.dtype
     tolerance = TOLERANCE[expected.dtype]
@@ -103,27 +126,102 @@ def test_equals_the_plain_loop_in_the_shape_of_the_model(version, dtype):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+@settings(deadline=None, max_examples=25)
+@given(case=fp8_cases())
+def test_fp8_rows_equal_the_plain_loop(version, case):
+    assert_close(version(*case.operands), sparse_mla_reference(*case.operands))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_fp8_rows_equal_the_same_rows_decoded(version):
+    case = make_model_case(3, torch.float32).in_fp8()
+    decoded = replace(case, rows=decode_latent_rows(case.rows, 128, 16))
+    assert_close(version(*case.operands), version(*decoded.operands))
+
+
+@needs_native
+@pytest.mark.parametrize("flush", [False, True], ids=["", "flushing subnormals"])
+def test_native_decodes_every_byte(flush):
+    """A token that selects one row gets its value back, whatever the process does with subnormal floats."""
+    finite = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8)
+    rows = encode_latent_rows(torch.full((1, len(finite) + 3), 448.0), len(finite))  # scales of 1
+    rows[0, : len(finite)] = finite
+    query = torch.zeros(1, 1, len(finite) + 3)
+    torch.set_flush_denormal(flush)
+    try:
+        output = native.sparse_mla_native(query, rows, torch.tensor([[0]]), len(finite), 1.0)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(output[0], finite.view(torch.float8_e4m3fn).float()[None])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_error_of_fp8_rows_is_flat_by_position(version):
+    """P66: to position 8K, for latents of amplitude 0.02 and 50; a lost scale is worse with length."""
+    length, slots, rank, rope = 8192, 256, 256, 16
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(length, rank + rope, generator=generator)
+    rows[:, :128] *= 0.02
+    rows[:, 128:rank] *= 50
+    query = torch.randn(8, 4, rank + rope, generator=generator)
+    query[..., :128] *= 50
+    query[..., 128:rank] *= 0.02
+    ends = torch.arange(1, 9) * (length // 8)
+    selected = torch.stack(
+        [torch.randperm(int(end), generator=generator)[:slots].sort().values for end in ends]
+    )
+    exact = sparse_mla_reference(query, rows, selected, rank, 0.05)
+    error = version(query, encode_latent_rows(rows, rank), selected, rank, 0.05) - exact
+    for part in (slice(0, 128), slice(128, rank)):
+        relative = error[..., part].flatten(1).norm(dim=1) / exact[..., part].flatten(1).norm(dim=1)
+        assert relative.max() < 0.05
+        assert relative.max() < 1.6 * relative.min()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_fp8_rows_of_another_size_are_refused(version):
+    case = make_case().in_fp8()
+    case.value_width -= 1
+    with pytest.raises(ValueError, match="fit"):
+        version(*case.operands)
+
+
+def test_gradients_through_fp8_rows_are_refused():
+    case = make_case().in_fp8()
+    case.query.requires_grad_()
+    for version in (sparse_mla, sparse_mla_gathered):
+        with pytest.raises(ValueError, match="FP8 rows"):
+            version(*case.operands)
+    with torch.no_grad():
+        assert_close(sparse_mla(*case.operands), sparse_mla_reference(*case.operands))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_large_scores_neither_overflow_nor_lose_the_largest(version):
     case = make_case(width=24)
     case.scale = 1000.0
     assert_close(version(*case.operands), sparse_mla_reference(*case.operands))
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_nan_in_a_selected_row_stays_with_the_tokens_that_selected_it(version):
+def test_nan_in_a_selected_row_stays_with_the_tokens_that_selected_it(version, fp8):
     case = make_case(tokens=6)
     row = case.selected[0, 0]
-    case.rows[row] = torch.nan
+    case.rows[row, 3:5] = torch.nan
+    case = case.in_fp8() if fp8 else case
     hit = (case.selected == row).any(1)
     output = version(*case.operands)
     assert output[hit].isnan().all()
     assert output[~hit].isfinite().all()
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_shuffled_pages_change_no_bit(version):
+def test_shuffled_pages_change_no_bit(version, fp8):
     page_size, pages = 4, 25
     case = make_case(row_count=page_size * pages)
+    case = case.in_fp8() if fp8 else case
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
     table = RowTable(order[None] * page_size, page_size)
     shuffled_rows = torch.empty_like(case.rows)
@@ -134,10 +232,12 @@ def test_shuffled_pages_change_no_bit(version):
     assert version(case.query, shuffled_rows, shuffled, case.value_width, case.scale).equal(expected)
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_rows_beyond_two_to_the_31_elements(version):
+def test_rows_beyond_two_to_the_31_elements(version, fp8):
     """P18: in a cache so large that an offset of 32 bits would wrap to another row."""
     case = make_case(dtype=torch.bfloat16)
+    case = case.in_fp8() if fp8 else case
     row_count, width = case.rows.shape
     first = (1 << 31) // width + 1
     try:  # only the pages that are touched will exist
@@ -152,9 +252,11 @@ def test_rows_beyond_two_to_the_31_elements(version):
 
 
 @needs_native
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_native_token_does_not_depend_on_the_others(dtype):
+def test_native_token_does_not_depend_on_the_others(dtype, fp8):
     case = make_model_case(37, dtype)
+    case = case.in_fp8() if fp8 else case
     together = native.sparse_mla_native(*case.operands)
     for token in (0, 7, 36):
         alone = slice(token, token + 1)
@@ -166,9 +268,11 @@ def test_native_token_does_not_depend_on_the_others(dtype):
 
 
 @needs_native
-def test_native_does_not_depend_on_the_number_of_threads(monkeypatch):
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_native_does_not_depend_on_the_number_of_threads(monkeypatch, fp8):
     monkeypatch.setattr(native, "WORTH_THREADS", 0)
     case = make_model_case(5, torch.float32)  # many tokens for 1 thread, few for 2 and 3
+    case = case.in_fp8() if fp8 else case
     before, outputs = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
@@ -212,6 +316,13 @@ def test_gradients_equal_those_of_the_plain_loop_and_ignore_poison():
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gathered_memory_of_fp8_rows_stays_within_the_budget(dtype):
+    budget = 1 << 20
+    case = make_case(400, 2, width=48, value_width=32, slots=64, row_count=500, dtype=dtype).in_fp8()
+    assert peak_bytes(lambda: sparse_mla_gathered(*case.operands, budget)) <= budget + case.query.nbytes
+
+
 @pytest.mark.parametrize("heads", [1, 16])
 def test_gathered_memory_stays_within_the_budget(heads):
     budget = 1 << 20
@@ -245,8 +356,10 @@ def test_dispatcher_takes_the_compiled_version_only_without_gradients(monkeypatc
 
 @pytest.mark.gpu
 @needs_gpu
-def test_gathered_on_the_gpu_in_bf16():
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_gathered_on_the_gpu_in_bf16(fp8):
     case = make_model_case(65, torch.bfloat16)
+    case = case.in_fp8() if fp8 else case
     expected = sparse_mla_reference(*case.operands)
     query, rows, selected = (tensor.cuda() for tensor in (case.query, case.rows, case.selected))
     actual = sparse_mla(query, rows, selected, case.value_width, case.scale, budget_bytes=8 << 20)

@@ -13,12 +13,15 @@ from megaspan.model.selection import Everything, Selection
 from megaspan.ops.budget import working_memory
 from megaspan.ops.dense_attention import dense_attention
 from megaspan.ops.linear import head_combine, head_linear
+from megaspan.ops.quant import decode_latent_rows
 from megaspan.ops.rows import RowTable
 from megaspan.ops.sparse_mla import sparse_mla
 
 
 class Attention(nn.Module):
     """Reads the rows that a selection names. A full layer makes the selection, a shared one is handed it."""
+
+    invariant = False
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -65,15 +68,16 @@ class Attention(nn.Module):
             forward_pass.observe(
                 AttentionSeen(self, hidden, query_latent, query_nope, query_rope, rows, rotation)
             )
-        if isinstance(selection, Everything):
+        if isinstance(selection, Everything) and not self.invariant:
             query = torch.cat((query_nope, query_rope), dim=-1)
-            in_order = rows if rows is new_rows else rows[self._visible(forward_pass.table, batch)]
+            in_order = rows if rows is new_rows else self._visible(rows, forward_pass.table, batch, query)
             values = self._attend_everything(query, in_order, batch)
         elif selection is not None:
             query = self.absorb(query_nope, query_rope)
             budget = working_memory(rows.device)
-            latent = sparse_mla(query, rows, selection.rows, self.latent_rank, self.scale, budget)
-            values = head_linear(latent, self._kv_b()[:, self.nope_width :])
+            selected = _every_row(forward_pass) if isinstance(selection, Everything) else selection.rows
+            latent = sparse_mla(query, rows, selected, self.latent_rank, self.scale, budget)
+            values = head_linear(latent, self._kv_b()[:, self.nope_width :], invariant=self.invariant)
         else:
             raise ValueError(f"layer {self.layer} is shared, but no selection was handed to it")
         return self.o_proj(values.flatten(1)), selection
@@ -85,7 +89,7 @@ class Attention(nn.Module):
 
     def absorb(self, query_nope: Tensor, query_rope: Tensor) -> Tensor:
         """[T, H, nope], [T, H, rope] → [T, H, W]: queries that meet the latent rows directly."""
-        latent = head_combine(query_nope, self._kv_b()[:, : self.nope_width])
+        latent = head_combine(query_nope, self._kv_b()[:, : self.nope_width], invariant=self.invariant)
         return torch.cat((latent, query_rope), dim=-1)
 
     def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,14 +99,20 @@ class Attention(nn.Module):
         key_nope, values = keys_values.split((self.nope_width, self.value_width), dim=-1)
         return torch.cat((key_nope, key_rope[:, None].expand(-1, self.heads, -1)), dim=-1), values
 
-    def _visible(self, table: RowTable, batch: Batch) -> Tensor:
-        """[N] int64: the rows of every sequence in order, which a cache may keep anywhere."""
+    def _visible(self, rows: Tensor, table: RowTable, batch: Batch, query: Tensor) -> Tensor:
+        """Cached rows [N, ...] → [L, W] in the query's dtype: those of every sequence in order.
+
+        A cache may keep them anywhere, and in FP8.
+        """
         device = table.starts.device
-        pieces = [
-            table.rows(torch.tensor([sequence], device=device), torch.arange(length, device=device)[None])
-            for sequence, length in enumerate(batch.total_lengths)
+        places = [
+            table.rows(torch.tensor([slot], device=device), torch.arange(length, device=device)[None])
+            for slot, length in zip(batch.table_rows, batch.total_lengths, strict=True)
         ]
-        return torch.cat(pieces, dim=1)[0]
+        in_order = rows[torch.cat(places, dim=1)[0]]
+        if in_order.dtype == torch.uint8:
+            return decode_latent_rows(in_order, self.latent_rank, self.rope_width, query.dtype)
+        return in_order.to(query.dtype)
 
     def _attend_everything(self, query: Tensor, rows: Tensor, batch: Batch) -> Tensor:
         """Dense attention, cheaper than a selection of everything and equal to it."""
@@ -112,3 +122,14 @@ class Attention(nn.Module):
     def _kv_b(self) -> Tensor:
         """kv_b_proj's weight as [H, nope + v, latent]."""
         return self.kv_b_proj.weight.view(self.heads, -1, self.latent_rank)
+
+
+def _every_row(forward_pass: ForwardPass) -> Tensor:
+    """[T, L] int64: the rows that each token may see, in order, and -1: a selection of everything.
+
+    In batch-invariant mode attention has to add in the same order, dense or not.
+    """
+    batch = forward_pass.batch
+    positions_L = torch.arange(max(batch.total_lengths), device=batch.token_ids.device)
+    visible_T1 = batch.visible[:, None]
+    return forward_pass.table.rows(batch.sequence_ids, positions_L.where(positions_L < visible_T1, -1))

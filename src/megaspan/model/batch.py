@@ -13,12 +13,14 @@ class Batch:
     """T new tokens of S sequences, one sequence after the other.
 
     token_ids: [T] int64. query_lengths: tokens of each sequence in this batch. past_lengths: rows
-    that each sequence already has in the cache.
+    that each sequence already has in the cache. slots: the row of the cache's table that each sequence
+    has, by default its place in the batch.
     """
 
     token_ids: Tensor
     query_lengths: tuple[int, ...]
     past_lengths: tuple[int, ...]
+    slots: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -26,21 +28,23 @@ class Batch:
         sequences: Sequence[Sequence[int] | Tensor],
         past: Sequence[int] | None = None,
         device: str = "cpu",
+        slots: Sequence[int] | None = None,
     ) -> "Batch":
         """Pack the new tokens of S sequences; `past` holds the lengths already cached (default: none)."""
         pieces = [torch.as_tensor(sequence, dtype=torch.long, device=device) for sequence in sequences]
         lengths = tuple(len(piece) for piece in pieces)
-        return cls(torch.cat(pieces), lengths, tuple(past) if past is not None else (0,) * len(pieces))
+        past_lengths = tuple(past) if past is not None else (0,) * len(pieces)
+        return cls(torch.cat(pieces), lengths, past_lengths, tuple(slots) if slots is not None else None)
+
+    @cached_property
+    def table_rows(self) -> tuple[int, ...]:
+        """The row of the cache's table that each of the S sequences has."""
+        return self.slots if self.slots is not None else tuple(range(len(self.query_lengths)))
 
     @cached_property
     def sequence_ids(self) -> Tensor:
-        """[T] int64: the sequence that each token belongs to."""
-        device = self.token_ids.device
-        if len(self.query_lengths) == 1:
-            return torch.zeros_like(self.token_ids)
-        lengths = torch.tensor(self.query_lengths, device=device)
-        ids = torch.arange(len(self.query_lengths), device=device)
-        return torch.repeat_interleave(ids, lengths, output_size=len(self.token_ids))
+        """[T] int64: the row of the cache's table that each token's sequence has."""
+        return self._repeated(self.table_rows)
 
     @cached_property
     def query_starts(self) -> tuple[int, ...]:
@@ -57,8 +61,7 @@ class Batch:
         if len(self.query_lengths) == 1:
             return torch.arange(self.past_lengths[0], self.total_lengths[0], device=device)
         offsets = [past - start for past, start in zip(self.past_lengths, self.query_starts, strict=False)]
-        steps = torch.arange(len(self.token_ids), device=device)
-        return steps + torch.tensor(offsets, device=device)[self.sequence_ids]
+        return torch.arange(len(self.token_ids), device=device) + self._repeated(offsets)
 
     @cached_property
     def visible(self) -> Tensor:
@@ -69,3 +72,14 @@ class Batch:
     def total_lengths(self) -> tuple[int, ...]:
         """Cached and new tokens of each sequence."""
         return tuple(past + new for past, new in zip(self.past_lengths, self.query_lengths, strict=True))
+
+    def _repeated(self, values: Sequence[int]) -> Tensor:
+        """[T] int64: each sequence's value at each of its tokens."""
+        device = self.token_ids.device
+        if len(self.query_lengths) == 1:
+            return torch.full_like(self.token_ids, values[0])
+        of_sequences = torch.tensor(values, dtype=torch.int64, device=device)
+        if set(self.query_lengths) == {1}:  # every sequence decodes
+            return of_sequences
+        lengths = torch.tensor(self.query_lengths, device=device)
+        return torch.repeat_interleave(of_sequences, lengths, output_size=len(self.token_ids))

@@ -7,6 +7,7 @@ import torch
 
 from megaspan.config import ModelConfig
 from megaspan.errors import UserError
+from megaspan.model.batch_invariance import set_batch_invariant
 from megaspan.model.checkpoint import load_model_weights, write_checkpoint
 from megaspan.model.transformer import Transformer
 from megaspan.tokenizer import Tokenizer
@@ -21,11 +22,14 @@ class LanguageModel(Transformer):
 Kind = TypeVar("Kind", bound=LanguageModel)
 
 
-def load_folder(path: str | Path, dtype: str | torch.dtype, device: str, kind: type[Kind]) -> Kind:
+def load_folder(
+    path: str | Path, dtype: str | torch.dtype, device: str, kind: type[Kind], batch_invariant: bool = False
+) -> Kind:
     """Read a Hugging Face `glm_moe_dsa` checkpoint folder into a model of the given kind.
 
     dtype: "float32", "bfloat16", or "auto": what the checkpoint says where the device multiplies it
-    fast, else float32. Raises UserError when a file is missing, damaged, or of another architecture.
+    fast, else float32. batch_invariant: see `set_batch_invariant`.
+    Raises UserError when a file is missing, damaged, or of another architecture.
     """
     try:
         torch.empty(0, device=device)
@@ -40,6 +44,7 @@ def load_folder(path: str | Path, dtype: str | torch.dtype, device: str, kind: t
     load_model_weights(model, folder, config, resolve_dtype(dtype, config, device), device)
     if (folder / "tokenizer.json").exists():
         model.tokenizer = Tokenizer.load(folder)
+    set_batch_invariant(model, batch_invariant)
     return model.eval()
 
 

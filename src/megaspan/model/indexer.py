@@ -10,6 +10,7 @@ from megaspan.model.selection import Selection
 from megaspan.ops.budget import working_memory
 from megaspan.ops.index_topk import index_topk
 from megaspan.ops.linear import linear
+from megaspan.ops.quant import quantize_index_queries
 
 K_NORM_EPS = 1e-6  # fixed in every implementation, whatever rms_norm_eps says
 
@@ -19,6 +20,8 @@ class Indexer(nn.Module):
 
     Its inputs are cut from the graph: the indexer learns from its own loss only.
     """
+
+    invariant = False
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -35,7 +38,7 @@ class Indexer(nn.Module):
 
     def keys(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         """hidden [T, D] → index keys [T, index_head_dim], one for all heads."""
-        return self._rotate(self.k_norm(self.wk(hidden.detach())), rotation)
+        return rotation(self.k_norm(self.wk(hidden.detach())))
 
     def queries(self, hidden: Tensor, query_latent: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """hidden [T, D], query latent [T, q_lora_rank] → queries [T, heads, width], fp32 weights [T, heads].
@@ -45,8 +48,9 @@ class Indexer(nn.Module):
         """
         query = self.wq_b(query_latent.detach()).view(-1, self.heads, self.width)
         scale = self.heads**-0.5 * self.width**-0.5
-        weights = linear(hidden.detach().float(), self.weights_proj.weight.float()) * scale
-        return self._rotate(query, rotation), weights
+        projection = self.weights_proj.weight.float()
+        weights = linear(hidden.detach().float(), projection, invariant=self.invariant) * scale
+        return rotation(query), weights
 
     def forward(
         self,
@@ -55,12 +59,16 @@ class Indexer(nn.Module):
         keys: Tensor,
         forward_pass: ForwardPass,
     ) -> Selection:
-        """Select for each of the T tokens among the cached index keys [N, width]."""
+        """Select for each of the T tokens among the cached index keys [N, width], or FP8 rows of them."""
         batch, table = forward_pass.batch, forward_pass.table
         with torch.no_grad():
             query, weights = self.queries(hidden, query_latent, forward_pass.rotation)
+            if keys.dtype == torch.uint8:  # FP8 rows, which the cache has rotated
+                query, weights = quantize_index_queries(query, weights)
+            else:
+                query = query.to(keys.dtype)
             positions = index_topk(
-                query.to(keys.dtype),
+                query,
                 weights,
                 keys,
                 table,
@@ -70,7 +78,3 @@ class Indexer(nn.Module):
                 working_memory(keys.device),
             )
             return Selection(positions, table.rows(batch.sequence_ids, positions))
-
-    def _rotate(self, states: Tensor, rotation: Rotation) -> Tensor:
-        rotated, plain = states.split((self.rope_width, self.width - self.rope_width), dim=-1)
-        return torch.cat((rotation(rotated), plain), dim=-1)

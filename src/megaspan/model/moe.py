@@ -6,12 +6,14 @@ from torch import Tensor, nn
 from megaspan.config import ModelConfig
 from megaspan.model.layers import MLP
 from megaspan.model.observe import Observer, RoutingSeen
-from megaspan.ops.linear import linear
 from megaspan.ops.moe import moe
+from megaspan.ops.router import route
 
 
 class Router(nn.Module):
     """Chooses experts by sigmoid(W x) + bias, weighs them by sigmoid(W x). All in float32."""
+
+    invariant = False
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -24,12 +26,10 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, D] → expert ids [T, k] int64, expert weights [T, k] float32."""
-        scores = linear(hidden.float(), self.weight.float()).sigmoid()
-        expert_ids = (scores.detach() + self.e_score_correction_bias).topk(self.topk, dim=-1).indices
-        weights = scores.gather(-1, expert_ids)
-        if self.normalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return expert_ids, weights * self.scaling
+        bias = self.e_score_correction_bias
+        return route(
+            hidden, self.weight, bias, self.topk, self.normalise, self.scaling, invariant=self.invariant
+        )
 
 
 class Experts(nn.Module):
@@ -45,6 +45,8 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Routed experts plus a shared expert that every token passes through."""
 
+    invariant = False
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate = Router(config)
@@ -55,5 +57,6 @@ class MoE(nn.Module):
         expert_ids, weights = self.gate(hidden)
         if observe is not None:
             observe(RoutingSeen(self.gate, expert_ids))
-        routed = moe(hidden, expert_ids, weights, self.experts.gate_up_proj, self.experts.down_proj)
+        projections = self.experts.gate_up_proj, self.experts.down_proj
+        routed = moe(hidden, expert_ids, weights, *projections, invariant=self.invariant)
         return routed + self.shared_experts(hidden)

@@ -60,6 +60,11 @@ class Transformer(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's numbers have the same bits whatever shares its batch: `set_batch_invariant`."""
+        return self.lm_head.invariant
+
     def forward(
         self,
         batch: Batch,
@@ -90,7 +95,8 @@ class Transformer(nn.Module):
 
         The caller commits the batch to the cache when the last layer has run.
         """
-        rotation = Rotation(batch.positions, self.config.qk_rope_head_dim, self.config.rope_theta)
+        config = self.config
+        rotation = Rotation(batch.positions, config.qk_rope_head_dim, config.rope_theta, self.batch_invariant)
         forward_pass = ForwardPass(batch, cache, cache.table(batch), rotation, observe)
         for layer in layers:
             hidden, selection = self.model.layers[layer](hidden, selection, forward_pass)

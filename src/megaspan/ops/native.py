@@ -1,8 +1,9 @@
 """Compile the C file beside an operation on first use and load it, or say that it cannot be had.
 
 The compiler tunes for the processor it runs on, so the library is built where it runs and kept in a
-cache folder under a name that holds the source, the flags, the compiler and the processor. Without a
-compiler, or with MEGASPAN_NATIVE=0, `load` returns None and the callers fall back to plain PyTorch.
+cache folder under a name that holds the source with the headers beside it, the flags, the compiler and the
+processor. Without a compiler, or with MEGASPAN_NATIVE=0, `load` returns None and the callers fall back to
+plain PyTorch.
 MEGASPAN_CFLAGS adds flags at the end, say `-mno-avx512f`.
 """
 
@@ -11,6 +12,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -63,7 +65,10 @@ def _flags() -> tuple[str, ...]:
 
 def _fingerprint(source: Path, compiler: str) -> str:
     version = subprocess.run([compiler, "-v"], capture_output=True, text=True, check=False).stderr
-    parts = (source.read_text(), " ".join(_flags()), version, _processor(), torch.__version__)
+    text = source.read_text()
+    headers = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
+    text += "".join((source.parent / header).read_text() for header in headers)
+    parts = (text, " ".join(_flags()), version, _processor(), torch.__version__)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -1,5 +1,6 @@
 """Select the rows each token attends to: the exact top-k of the lightning indexer (DeepSeek-V3.2)."""
 
+import torch
 from torch import Tensor
 
 from megaspan.ops.index_topk.blocked import index_topk_blocked
@@ -29,7 +30,8 @@ def index_topk(
     Args:
         query: [T, H, D] fp32 or bf16.
         weights: [T, H] fp32, one weight for each head.
-        keys: [N, D], dtype of the query, the rows that the table points into.
+        keys: [N, D], dtype of the query, the rows that the table points into. Or uint8 [N, D + 4], FP8 rows
+            of `quant.encode_index_rows`; query and weights are then those of `quant.quantize_index_queries`.
         table: where the rows of each of S sequences are.
         sequence_ids: [T] int64 in 0..S-1.
         visible: [T] int64, how many of its sequence's positions the token may see.
@@ -49,10 +51,11 @@ def index_topk(
 
 
 def _check(query: Tensor, weights: Tensor, keys: Tensor, sequence_ids: Tensor, visible: Tensor) -> None:
-    if query.dim() != 3 or keys.dim() != 2 or query.shape[2] != keys.shape[1]:
+    fp8 = keys.dtype == torch.uint8
+    if query.dim() != 3 or keys.dim() != 2 or query.shape[2] + (4 if fp8 else 0) != keys.shape[1]:
         raise ValueError(f"query [T, H, D] {list(query.shape)} and keys [N, D] {list(keys.shape)} disagree")
-    if query.dtype != keys.dtype:
-        raise ValueError(f"query is {query.dtype} but keys are {keys.dtype}")
+    if query.dtype != (torch.bfloat16 if fp8 else keys.dtype):
+        raise ValueError(f"query is {query.dtype} but keys are {keys.dtype}, which take another")
     if weights.shape != query.shape[:2]:
         raise ValueError(f"weights {list(weights.shape)} must be [T, H] = {list(query.shape[:2])}")
     if not sequence_ids.shape == visible.shape == query.shape[:1]:

@@ -10,6 +10,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from megaspan.ops.quant import split_index_rows
 from megaspan.ops.rows import RowTable
 
 LOWEST = torch.iinfo(torch.int64).min  # ranks below every packed score, -inf included
@@ -84,6 +85,9 @@ def _runs(sequence_ids: list[int]) -> list[tuple[int, int, int]]:
 
 def _scores(query_RHD: Tensor, weights_RH: Tensor, keys_BD: Tensor) -> Tensor:
     """sum over heads of weight * relu(query . key), [R, B] fp32, one head at a time."""
+    if keys_BD.dtype == torch.uint8:
+        values_BD, scale_B = split_index_rows(keys_BD)
+        return _scores(query_RHD, weights_RH, values_BD.to(query_RHD.dtype)).mul_(scale_B)
     exact_bf16 = query_RHD.is_cuda and query_RHD.dtype == torch.bfloat16
     if not exact_bf16:
         query_RHD, keys_BD = query_RHD.float(), keys_BD.float()

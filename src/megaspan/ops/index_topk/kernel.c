@@ -32,18 +32,21 @@ enum { PAIRED = 0 };
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(PAIRED ? 2 * LANES : LANES)));
 
 /* Mirrored by Problem in native.py. */
 typedef struct {
     const char *query;           /* [tokens, heads, width], contiguous */
     const float *weights;        /* [tokens, heads] */
-    const char *keys;            /* [rows, width], rows key_stride elements apart */
+    const char *keys;            /* [rows, width], rows key_stride bytes apart */
     const int64_t *starts;       /* [sequences, pages], first row of each page */
     const int64_t *sequence_ids; /* [tokens] */
     const int64_t *visible;      /* [tokens] */
     int32_t *selected;           /* [tokens, topk], the result */
     char *workspace;             /* index_topk_workspace() bytes, aligned to 64 */
-    int64_t tokens, heads, width, rows, key_stride, sequences, pages, page_size, topk, is_bf16;
+    int64_t tokens, heads, width, rows, key_stride, sequences, pages, page_size, topk;
+    int64_t is_bf16, is_fp8; /* the dtype of the query; whether the keys are e4m3 values and an fp32 scale instead */
     int64_t tile, groups, splits, chunk, threads; /* tokens a tile, groups a block, splits of `chunk` keys */
 } Problem;
 
@@ -58,6 +61,7 @@ typedef struct {
 /* Working memory of one thread. */
 typedef struct {
     uint32_t *keys;    /* [groups][steps][GROUP] */
+    float *scales;     /* [groups * GROUP], of FP8 keys */
     float *scores;     /* [groups * GROUP] */
     uint32_t *queries; /* [tile][head groups][steps][heads of the group] */
     Best *best;        /* [tile] */
@@ -78,8 +82,38 @@ static inline uint32_t load_word(const Problem *p, const char *row, int64_t step
     return half[2 * step] | high << 16;
 }
 
+/* e4m3 to bf16 or fp32, exactly and without subnormal floats, which a process may flush to zero. */
+static inline Words widen_e4m3(Bytes bytes) {
+#ifdef __AVX512BF16__
+    const Halves bits = (Halves)_mm512_cvtepu8_epi16((__m256i)bytes), size = bits & 0x7f;
+    const Halves tiny = {0, 118 << 7, 119 << 7, 239 << 6, 120 << 7, 481 << 5, 241 << 6, 483 << 5}; /* m * 2^-9 */
+    const Halves is_tiny = size < 8, nan = (size == 0x7f) & 0x7fc0;
+    const Halves number = (is_tiny & __builtin_shuffle(tiny, size)) | (~is_tiny & ((size << 4) + (120 << 7)));
+    return (Words)(number | nan | (bits & 0x80) << 8);
+#else
+    const Words bits = __builtin_convertvector(bytes, Words), size = bits & 0x7f, is_tiny = size < 8;
+    const Words number = (size << 20) + ((120u << 23) + (is_tiny & (1u << 23)));
+    const Floats value = (Floats)number - (Floats)(is_tiny & (121u << 23)); /* 2^-6 (1 + m/8) - 2^-6 */
+    return (Words)value | ((size == 0x7f) & 0x7fc00000u) | (bits & 0x80) << 24;
+#endif
+}
+
+static inline Words load_e4m3(const char *values, int64_t count) {
+    Bytes bytes = {0};
+    if (count < (int64_t)sizeof bytes) {
+        memcpy(&bytes, values, count);
+        return widen_e4m3(bytes);
+    }
+    memcpy(&bytes, values, sizeof bytes);
+    return widen_e4m3(bytes);
+}
+
 static inline Words load_words(const Problem *p, const char *row, int64_t step, int64_t steps) {
     Words words = {0};
+    if (p->is_fp8) {
+        const int64_t first = PAIRED ? 2 * step : step;
+        return load_e4m3(row + first, p->width - first);
+    }
     if ((step + LANES) * (p->is_bf16 && PAIRED ? 2 : 1) > p->width)
         for (int64_t i = step; i < smaller(steps, step + LANES); i++) words[i - step] = load_word(p, row, i);
     else if (p->is_bf16 && !PAIRED)
@@ -112,8 +146,8 @@ static inline __attribute__((always_inline)) void transpose(Words rows[LANES]) {
 }
 
 /* Gather keys begin .. end - 1 of a sequence into groups; return 0 if the table points outside the rows. */
-static int pack_keys(const Problem *p, int64_t sequence, int64_t begin, int64_t end, uint32_t *packed) {
-    const int64_t steps = steps_of(p), row_bytes = p->key_stride * (p->is_bf16 ? 2 : 4);
+static int pack_keys(const Problem *p, int64_t sequence, int64_t begin, int64_t end, uint32_t *packed, float *scales) {
+    const int64_t steps = steps_of(p), row_bytes = p->key_stride;
     const int64_t *starts = p->starts + sequence * p->pages;
     int64_t page = begin / p->page_size, offset = begin % p->page_size;
     for (int64_t first = begin; first < end; first += LANES) {
@@ -130,6 +164,7 @@ static int pack_keys(const Problem *p, int64_t sequence, int64_t begin, int64_t 
                 row[i] = row[0]; /* a lane whose score nobody reads */
         }
         int64_t lane = first - begin;
+        for (int i = 0; p->is_fp8 && i < LANES; i++) memcpy(scales + lane + i, row[i] + p->width, sizeof *scales);
         uint32_t *target = packed + lane / GROUP * GROUP * steps + lane % GROUP;
         for (int64_t step = 0; step < steps; step += LANES) {
             Words rows[LANES];
@@ -198,7 +233,8 @@ static inline __attribute__((always_inline)) void score_heads(
 }
 
 static inline __attribute__((always_inline)) void score_group(
-    const Problem *p, const uint32_t *query, const float *weights, const uint32_t *keys, float *out, const int paired) {
+    const Problem *p, const uint32_t *query, const float *weights, const uint32_t *keys, const float *scales, float *out,
+    const int paired) {
     const int64_t steps = steps_of(p);
     Floats scores[VECTORS] = {0};
     for (int64_t head = 0, together; head < p->heads; head += together) {
@@ -210,6 +246,11 @@ static inline __attribute__((always_inline)) void score_group(
             score_heads(some, weights + head, keys, steps, scores, 4, paired);
         else
             score_heads(some, weights + head, keys, steps, scores, 1, paired);
+    }
+    if (p->is_fp8) {
+        Floats scale[VECTORS];
+        memcpy(scale, scales, sizeof scale);
+        for (int v = 0; v < VECTORS; v++) scores[v] *= scale[v];
     }
     for (int v = 0; v < VECTORS; v++) {
         Words sound = (Words)(scores[v] == scores[v]), lowest = (Words)((Floats){0} - INFINITY);
@@ -298,6 +339,7 @@ static Scratch take_scratch(const Problem *p, char **memory) {
     const int64_t steps = steps_of(p);
     Scratch s;
     s.keys = take(memory, p->groups * GROUP * steps * 4);
+    s.scales = take(memory, p->is_fp8 ? p->groups * GROUP * 4 : 0);
     s.scores = take(memory, p->groups * GROUP * 4);
     s.queries = take(memory, p->tile * p->heads * steps * 4);
     s.best = take(memory, p->tile * (int64_t)sizeof(Best));
@@ -339,16 +381,18 @@ static int search(const Problem *p, Scratch *s, int64_t first, int64_t last, int
     end = smaller(end, longest);
     for (int64_t start = begin; start < end; start += block) {
         int64_t stop = smaller(start + block, end);
-        if (!pack_keys(p, p->sequence_ids[first], start, stop, s->keys)) return 0;
+        if (!pack_keys(p, p->sequence_ids[first], start, stop, s->keys, s->scales)) return 0;
         for (int64_t t = first; t < last; t++) {
             int64_t count = smaller(stop, p->visible[t]) - start;
             if (p->visible[t] <= p->topk || count <= 0) continue;
             const uint32_t *query = s->queries + (t - first) * p->heads * steps;
-            for (int64_t key = 0; key < count; key += GROUP)
+            for (int64_t key = 0; key < count; key += GROUP) {
+                const float *weights = p->weights + t * p->heads, *scales = s->scales + key;
                 if (PAIRED && p->is_bf16)
-                    score_group(p, query, p->weights + t * p->heads, s->keys + key * steps, s->scores + key, 1);
+                    score_group(p, query, weights, s->keys + key * steps, scales, s->scores + key, 1);
                 else
-                    score_group(p, query, p->weights + t * p->heads, s->keys + key * steps, s->scores + key, 0);
+                    score_group(p, query, weights, s->keys + key * steps, scales, s->scores + key, 0);
+            }
             offer(s->best + t - first, s->scores, start, count, p->topk, capacity);
         }
     }

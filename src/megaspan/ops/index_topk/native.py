@@ -16,7 +16,7 @@ BLOCK_BYTES_PER_TOKEN = 12 << 10  # with few tokens a small block, so that readi
 GROUP = 48  # keys; the kernel's own group is this or a divisor
 CHUNK = 2048  # keys at least in a split
 POINTERS = "query weights keys starts sequence_ids visible selected workspace"
-SIZES = "tokens heads width rows key_stride sequences pages page_size topk is_bf16"
+SIZES = "tokens heads width rows key_stride sequences pages page_size topk is_bf16 is_fp8"
 PLAN = "tile groups splits chunk threads"
 
 
@@ -69,12 +69,13 @@ def index_topk_native(
         heads=heads,
         width=width,
         rows=len(keys),
-        key_stride=keys.stride(0),
+        key_stride=keys.stride(0) * keys.element_size(),
         sequences=table.starts.shape[0],
         pages=table.starts.shape[1],
         page_size=table.page_size,
         topk=topk,
         is_bf16=query.dtype == torch.bfloat16,
+        is_fp8=keys.dtype == torch.uint8,
     )
     workspace = torch.empty(plan(library, problem, int(visible.max()), budget_bytes), dtype=torch.uint8)
     problem.workspace = (workspace.data_ptr() + 63) // 64 * 64

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megaspan.ops.quant import decode_index_rows
 from megaspan.ops.rows import RowTable
 
 
@@ -20,7 +21,8 @@ def index_topk_reference(
     for token in range(len(query)):
         positions_L = torch.arange(int(visible[token]), device=query.device)
         rows_L = table.rows(sequence_ids[token, None], positions_L[None])[0]
-        products_HL = query[token].float() @ keys[rows_L].float().T
+        keys_LD = decode_index_rows(keys[rows_L]) if keys.dtype == torch.uint8 else keys[rows_L].float()
+        products_HL = query[token].float() @ keys_LD.T
         scores_L = (weights[token].float()[:, None] * products_HL.relu()).sum(0)
         scores_L = scores_L.where(~scores_L.isnan(), -torch.inf)
         # A stable sort leaves equal scores in position order: a tie at the cut goes to the lowest.

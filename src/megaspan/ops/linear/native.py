@@ -1,4 +1,4 @@
-"""The compiled versions of the linear operations, for the few tokens of a decoding step."""
+"""The compiled versions of the linear operations: a token's numbers never depend on the other tokens."""
 
 import ctypes
 import functools
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from megaspan.ops import native
 
-FEW_TOKENS = 4  # with more, matrix products that read each weight once are faster
+FEW_TOKENS = 16  # with more, PyTorch's matrix products are as fast or faster
+WORTH_CALL = 100_000  # with fewer float32 weights, PyTorch's product is over before this one has begun
 WORTH_THREADS = 60_000  # with fewer weights, waking a second thread takes longer than it saves
-WIDEST = 1024  # outputs of `head_combine`
 
 
 class _Call(ctypes.Structure):
-    """The arguments of the C functions, in their order."""
+    """The arguments of the C functions, in their order; strides in bytes."""
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("states", "weights", "output")],
@@ -30,23 +30,17 @@ class _Call(ctypes.Structure):
 def _library() -> ctypes.CDLL | None:
     library = native.load(Path(__file__).with_name("kernel.c"))
     if library is not None:
-        address, number = ctypes.c_void_p, ctypes.c_int64
-        library.rms_norm.argtypes = [*[address] * 3, *[number] * 3, ctypes.c_float, ctypes.c_int32]
+        address, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        library.rms_norm.argtypes = [*[address] * 3, *[number] * 3, ctypes.c_float, flag, flag]
         library.rms_norm.restype = library.head_linear.restype = library.head_combine.restype = None
     return library
 
 
 def supports(states: Tensor, weights: Tensor) -> bool:
-    """Whether these operands, without gradients, are better off in the compiled version, and it is here.
-
-    PyTorch's float32 product is as fast for a matrix that one thread reads from its cache.
-    """
+    """Whether these operands, without gradients, are better off in the compiled version, and it is here."""
     return (
         states.shape[0] <= FEW_TOKENS
-        and (
-            states.dtype == torch.bfloat16
-            or (states.dtype == torch.float32 and weights.numel() > WORTH_THREADS)
-        )
+        and (states.dtype == torch.bfloat16 or weights.numel() > WORTH_CALL or weights.dim() == 3)
         and can_take(states, weights)
     )
 
@@ -59,33 +53,31 @@ def can_take(states: Tensor, weights: Tensor) -> bool:
         and not (torch.is_grad_enabled() and (states.requires_grad or weights.requires_grad))
         and states.is_cpu
         and weights.is_cpu
-        and states.stride(-1) == 1
-        and weights.stride(-1) == 1
+        and (states.stride(-1) == 1 or states.shape[-1] == 1)
+        and (weights.stride(-1) == 1 or weights.shape[-1] == 1)
         and _library() is not None
     )
 
 
 def linear_native(states: Tensor, weight: Tensor) -> Tensor:
     """states [T, I], weight [O, I] → [T, O]."""
-    output = states.new_empty(states.shape[0], weight.shape[0])
-    _run("head_linear", states[:, None], weight[None], output, weight.shape[0])
+    (tokens, inputs), (outputs, columns) = states.shape, weight.shape
+    if inputs != columns:
+        raise ValueError(f"states {list(states.shape)} and weight {list(weight.shape)} do not fit")
+    output = states.new_empty(tokens, outputs)
+    strides = states.stride(0), 0, 0, weight.stride(0)
+    _run("head_linear", states, weight, output, (tokens, 1, inputs, outputs), strides)
     return output
 
 
 def head_linear_native(states: Tensor, weights: Tensor) -> Tensor:
     """states [T, H, I], weights [H, O, I] → [T, H, O]."""
-    output = states.new_empty(states.shape[0], weights.shape[0], weights.shape[1])
-    _run("head_linear", states, weights, output, weights.shape[1])
-    return output
+    return _run_heads("head_linear", states, weights, inputs=weights.shape[2], outputs=weights.shape[1])
 
 
 def head_combine_native(states: Tensor, weights: Tensor) -> Tensor:
-    """states [T, H, I], weights [H, I, O] → [T, H, O]; O at most WIDEST."""
-    if weights.shape[2] > WIDEST:
-        raise ValueError(f"head_combine sums at most {WIDEST} columns at once, not {weights.shape[2]}")
-    output = states.new_empty(states.shape[0], weights.shape[0], weights.shape[2])
-    _run("head_combine", states, weights, output, weights.shape[2])
-    return output
+    """states [T, H, I], weights [H, I, O] → [T, H, O]."""
+    return _run_heads("head_combine", states, weights, inputs=weights.shape[1], outputs=weights.shape[2])
 
 
 def rms_norm_native(states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -102,31 +94,41 @@ def rms_norm_native(states: Tensor, weight: Tensor, eps: float) -> Tensor:
         output.data_ptr(),
         tokens,
         width,
-        states.stride(0),
+        states.stride(0) * states.element_size(),
         eps,
         states.dtype == torch.bfloat16,
+        torch.get_num_threads() if tokens * width > WORTH_THREADS else 1,
     )
     return output
 
 
-def _run(name: str, states: Tensor, weights: Tensor, output: Tensor, outputs: int) -> None:
-    heads, rows, columns = weights.shape
-    inputs = states.shape[2]
-    if states.shape[1] != heads or rows * columns != inputs * outputs:
+def _run_heads(name: str, states: Tensor, weights: Tensor, inputs: int, outputs: int) -> Tensor:
+    tokens, heads = states.shape[:2]
+    if states.shape[2] != inputs or heads != weights.shape[0]:
         raise ValueError(f"states {list(states.shape)} and weights {list(weights.shape)} do not fit")
+    output = states.new_empty(tokens, heads, outputs)
+    strides = *states.stride()[:2], *weights.stride()[:2]
+    _run(name, states, weights, output, (tokens, heads, inputs, outputs), strides)
+    return output
+
+
+def _run(
+    name: str,
+    states: Tensor,
+    weights: Tensor,
+    output: Tensor,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> None:
+    number = states.element_size()
+    work = weights.numel() * max(1, sizes[0] // 4)  # a tile of 4 tokens reads a weight once
     call = _Call(
         states.data_ptr(),
         weights.data_ptr(),
         output.data_ptr(),
-        states.shape[0],
-        heads,
-        inputs,
-        outputs,
-        states.stride(0),
-        states.stride(1),
-        weights.stride(0),
-        weights.stride(1),
+        *sizes,
+        *(number * stride for stride in strides),
         states.dtype == torch.bfloat16,
-        torch.get_num_threads() if weights.numel() > WORTH_THREADS else 1,
+        torch.get_num_threads() if work > WORTH_THREADS else 1,
     )
     getattr(_library(), name)(ctypes.byref(call))

@@ -1,127 +1,150 @@
-/* Routed SwiGLU experts for a few tokens: every weight that is needed is read once per token, which is all
-   the time there is. Each number is one dot product in a fixed order, so a token's result depends neither on
-   the other tokens nor on the number of threads. The loops are written for the compiler to vectorise. */
+/* Routed SwiGLU experts. The tokens of an expert are brought together, so that a tile of four reads its
+   weights once. Each number is made in a fixed order of additions (see product.h), so a token's result depends
+   neither on the other tokens nor on the number of threads. */
+
+#include "../product.h"
 
 #include <omp.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
-
-enum { BLOCK = 16 }; /* rows of the inner width that are one piece of work */
+enum { ROWS = 16 };                     /* outputs that are one piece of work */
+enum { SCRATCH_BYTES = 32 << 20 };      /* bound on working memory, unless sixteen tokens need more */
 
 /* gate and up: [E, I, D] with `expert_stride` numbers from one expert to the next; down: [E, D, I]. */
 typedef struct {
-    const void *hidden, *gate, *up, *down;
+    const char *hidden, *gate, *up, *down;
     const int64_t *expert_ids;
     const float *expert_weights;
-    void *output;
+    char *output;
     int64_t tokens, slots, experts, width, inner, expert_stride;
     int32_t is_bf16, threads;
 } Call;
 
-INLINE float widen(uint16_t bf16) {
-    const uint32_t bits = (uint32_t)bf16 << 16;
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
+/* A block of tokens; a pair is a token and one of its slots. */
+typedef struct {
+    int64_t first, tokens; /* of the call's tokens */
+    int64_t used;          /* experts that any of them goes to */
+    int64_t *starts;       /* [experts + 1] places in `order` */
+    int64_t *experts;      /* [experts], the used ones come first */
+    int64_t *order;        /* [pairs], sorted by expert */
+    char *active;          /* [pairs, inner] in the dtype */
+    float *results;        /* [pairs, width] */
+} Block;
 
-INLINE uint16_t round_to_bf16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
-}
-
-/* 2^x for x <= 0, to 1e-7 relative: the polynomial interpolates 2^r at the Chebyshev nodes of [-1/2, 1/2]. */
-INLINE float power_of_2(float x) {
-    x = x < -126 ? -126 : x;
-    const int32_t whole = (int32_t)(x - 0.5f); /* to nearest, as x is not positive */
-    const float r = x - (float)whole;
-    const int32_t bits = (whole + 127) << 23;
-    float scale, y = r * 1.546144468e-4f + 1.340042818e-3f;
-    memcpy(&scale, &bits, sizeof scale);
-    y = y * r + 9.618056679e-3f;
-    y = y * r + 5.550327227e-2f;
-    y = y * r + 2.402265092e-1f;
-    y = y * r + 6.931472067e-1f;
-    return (y * r + 1) * scale;
-}
-
-INLINE float silu(float x) {
-    const float size = x < 0 ? -x : x, power = power_of_2(-1.442695041f * size);
-    return x * (x < 0 ? power : 1) / (1 + power);
-}
-
-/* Row `row` of a matrix of `length` columns, times x. */
-INLINE float dot(const void *matrix, int64_t row, const float *x, int64_t length, int is_bf16) {
-    float sum = 0;
-    const uint16_t *halves = (const uint16_t *)matrix + row * length;
-    const float *floats = (const float *)matrix + row * length;
-    for (int64_t i = 0; i < length; i++) sum += (is_bf16 ? widen(halves[i]) : floats[i]) * x[i];
-    return sum;
-}
-
-/* The address `numbers` numbers of 2 or 4 bytes further on. */
-INLINE const void *skip(const void *start, int64_t numbers, int is_bf16) {
-    return (const char *)start + numbers * (is_bf16 ? 2 : 4);
-}
-
-/* silu(gate) * up for rows first..last-1 of the expert of one pair of token and slot. */
-INLINE void activate(const Call *call, int64_t pair, int64_t first, int64_t last, const float *hidden,
-                     float *active, int is_bf16) {
-    const int64_t expert = call->expert_ids[pair] * call->expert_stride;
-    const float *x = hidden + pair / call->slots * call->width;
-    float up[BLOCK];
-    for (int64_t row = first; row < last; row++) {
-        active[row] = dot(skip(call->gate, expert, is_bf16), row, x, call->width, is_bf16);
-        up[row - first] = dot(skip(call->up, expert, is_bf16), row, x, call->width, is_bf16);
+static void sort_by_expert(const Call *c, Block *b) {
+    const int64_t *ids = c->expert_ids + b->first * c->slots, pairs = b->tokens * c->slots;
+    memset(b->starts, 0, (c->experts + 1) * sizeof *b->starts);
+    for (int64_t pair = 0; pair < pairs; pair++) b->starts[ids[pair] + 1]++;
+    b->used = 0;
+    for (int64_t e = 0; e < c->experts; e++) {
+        if (b->starts[e + 1]) b->experts[b->used++] = e;
+        b->starts[e + 1] += b->starts[e];
     }
-    for (int64_t row = first; row < last; row++) active[row] = silu(active[row]) * up[row - first];
+    for (int64_t pair = 0; pair < pairs; pair++) b->order[b->starts[ids[pair]]++] = pair;
+    memmove(b->starts + 1, b->starts, c->experts * sizeof *b->starts); /* each start had moved to its end */
+    b->starts[0] = 0;
 }
 
-INLINE void experts(const Call *call, float *hidden, float *active, int is_bf16) {
-    const int64_t width = call->width, inner = call->inner, pairs = call->tokens * call->slots;
-    const int64_t blocks = (inner + BLOCK - 1) / BLOCK;
-    for (int64_t i = 0; i < call->tokens * width; i++)
-        hidden[i] = is_bf16 ? widen(((const uint16_t *)call->hidden)[i]) : ((const float *)call->hidden)[i];
-#pragma omp parallel num_threads(call->threads)
+/* silu(gate) * up of rows first .. first + ROWS - 1 for `tokens` pairs of one expert. */
+INLINE void activate(const Call *c, const Block *b, const int64_t *pairs, int64_t expert, int64_t first,
+                     int tokens, int is_bf16) {
+    const int64_t bytes = is_bf16 ? 2 : 4, stride = c->width * bytes;
+    const int columns = tile_outputs(tokens);
+    const char *states[TILE];
+    for (int t = 0; t < tokens; t++) states[t] = c->hidden + (b->first + pairs[t] / c->slots) * stride;
+    for (int64_t row = first; row < smaller(first + ROWS, c->inner); row += columns) {
+        const int64_t at = (expert * c->expert_stride + row * c->width) * bytes, left = c->inner - row;
+        const Floats gate = multiply_tile(states, c->gate + at, stride, left, c->width, tokens, is_bf16);
+        const Floats up = multiply_tile(states, c->up + at, stride, left, c->width, tokens, is_bf16);
+        const Floats active = silu(gate) * up;
+        for (int t = 0; t < tokens; t++)
+            store_floats(b->active + (pairs[t] * c->inner + row) * bytes, active, t * columns, columns, left,
+                         is_bf16);
+    }
+}
+
+/* Rows first .. first + ROWS - 1 of down times the active states of `tokens` pairs of one expert. */
+INLINE void project(const Call *c, const Block *b, const int64_t *pairs, int64_t expert, int64_t first,
+                    int tokens, int is_bf16) {
+    const int64_t stride = c->inner * (is_bf16 ? 2 : 4);
+    const int columns = tile_outputs(tokens);
+    const char *states[TILE];
+    for (int t = 0; t < tokens; t++) states[t] = b->active + pairs[t] * stride;
+    for (int64_t row = first; row < smaller(first + ROWS, c->width); row += columns) {
+        const char *weights = c->down + (expert * c->width + row) * stride;
+        const int64_t left = c->width - row;
+        const Floats result = multiply_tile(states, weights, stride, left, c->inner, tokens, is_bf16);
+        for (int t = 0; t < tokens; t++)
+            store_floats(b->results + pairs[t] * c->width + row, result, t * columns, columns, left, 0);
+    }
+}
+
+/* Either step for all pairs of the used expert `number`, and ROWS of its rows. */
+INLINE void piece(const Call *c, const Block *b, int64_t number, int64_t first, int projects, int is_bf16) {
+    const int64_t expert = b->experts[number], *pairs = b->order + b->starts[expert];
+    int64_t left = b->starts[expert + 1] - b->starts[expert];
+#define STEP(tokens)                                                                     \
+    (projects ? project(c, b, pairs, expert, first, tokens, is_bf16)                     \
+              : activate(c, b, pairs, expert, first, tokens, is_bf16))
+    for (; left >= 4; left -= 4, pairs += 4) STEP(4);
+    if (left == 3) STEP(3);
+    if (left == 2) STEP(2);
+    if (left == 1) STEP(1);
+#undef STEP
+}
+
+/* The token's k results, added in the order of its slots. */
+INLINE void add_slots(const Call *c, const Block *b, int64_t token, int is_bf16) {
+    const float *weights = c->expert_weights + (b->first + token) * c->slots;
+    char *output = c->output + (b->first + token) * c->width * (is_bf16 ? 2 : 4);
+    for (int64_t i = 0; i < c->width; i += LANES) {
+        const int64_t count = smaller(LANES, c->width - i);
+        Floats sum = {0};
+        for (int64_t slot = 0; slot < c->slots; slot++) {
+            const float *result = b->results + (token * c->slots + slot) * c->width + i;
+            sum = multiply_add((Floats){0} + weights[slot], load_floats(result, count, 0), sum);
+        }
+        store_floats(output + i * (is_bf16 ? 2 : 4), sum, 0, LANES, count, is_bf16);
+    }
+}
+
+INLINE void run(const Call *c, const Block *b, int is_bf16) {
+    const int64_t inner = (c->inner + ROWS - 1) / ROWS, width = (c->width + ROWS - 1) / ROWS;
+#pragma omp parallel num_threads(c->threads) if (c->threads > 1)
     {
-#pragma omp for
-        for (int64_t task = 0; task < pairs * blocks; task++) {
-            const int64_t pair = task / blocks, first = task % blocks * BLOCK;
-            const int64_t last = first + BLOCK < inner ? first + BLOCK : inner;
-            activate(call, pair, first, last, hidden, active + pair * inner, is_bf16);
-        }
-#pragma omp for
-        for (int64_t i = 0; i < call->tokens * width; i++) {
-            float sum = 0;
-            for (int64_t pair = i / width * call->slots; pair < (i / width + 1) * call->slots; pair++) {
-                const int64_t row = call->expert_ids[pair] * width + i % width;
-                const float *x = active + pair * inner;
-                sum += call->expert_weights[pair] * dot(call->down, row, x, inner, is_bf16);
-            }
-            if (is_bf16)
-                ((uint16_t *)call->output)[i] = round_to_bf16(sum);
-            else
-                ((float *)call->output)[i] = sum;
-        }
+#pragma omp for schedule(dynamic, 2)
+        for (int64_t task = 0; task < b->used * inner; task++)
+            piece(c, b, task / inner, task % inner * ROWS, 0, is_bf16);
+#pragma omp for schedule(dynamic, 2)
+        for (int64_t task = 0; task < b->used * width; task++)
+            piece(c, b, task / width, task % width * ROWS, 1, is_bf16);
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < b->tokens; token++) add_slots(c, b, token, is_bf16);
     }
 }
 
 /* Returns 0, 1 if there was no memory, 2 if an expert does not exist. */
-int moe(const Call *call) {
-    const int64_t pairs = call->tokens * call->slots;
-    for (int64_t pair = 0; pair < pairs; pair++)
-        if ((uint64_t)call->expert_ids[pair] >= (uint64_t)call->experts) return 2;
-    float *memory = malloc((call->tokens * call->width + pairs * call->inner) * sizeof(float));
+int moe(const Call *c) {
+    for (int64_t pair = 0; pair < c->tokens * c->slots; pair++)
+        if ((uint64_t)c->expert_ids[pair] >= (uint64_t)c->experts) return 2;
+    const int64_t bytes = c->is_bf16 ? 2 : 4;
+    const int64_t token_bytes = c->slots * (8 + 4 * c->width + bytes * c->inner);
+    int64_t most = SCRATCH_BYTES / (token_bytes + 1);
+    most = smaller(most < LANES ? LANES : most, c->tokens);
+    const int64_t pairs = most * c->slots, numbers = 2 * c->experts + 1;
+    char *memory = malloc(numbers * 8 + most * token_bytes + 8);
     if (!memory) return 1;
-    float *active = memory + call->tokens * call->width;
-    if (call->is_bf16)
-        experts(call, memory, active, 1);
-    else
-        experts(call, memory, active, 0);
+    Block b = {.starts = (int64_t *)memory};
+    b.experts = b.starts + c->experts + 1;
+    b.order = b.experts + c->experts;
+    b.results = (float *)(b.order + pairs);
+    b.active = (char *)(b.results + pairs * c->width);
+    for (; b.first < c->tokens; b.first += b.tokens) {
+        b.tokens = smaller(most, c->tokens - b.first);
+        sort_by_expert(c, &b);
+        if (c->is_bf16) run(c, &b, 1);
+        else run(c, &b, 0);
+    }
     free(memory);
     return 0;
 }

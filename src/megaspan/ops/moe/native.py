@@ -1,4 +1,4 @@
-"""The compiled version of routed experts, for the few tokens of a decoding step."""
+"""The compiled version of routed experts: a token's numbers never depend on the other tokens."""
 
 import ctypes
 import functools
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megaspan.ops import native
 
-# With more tokens to an expert than this, matrix products that read its weights once are faster.
-FEW_TOKENS = 4
+FEW_TOKENS = 64  # to an expert; with more, PyTorch's matrix products are as fast
+FEW_PLAIN_TOKENS = 16  # the same for the layer that every token goes through
 # Below this many weights, waking a second thread takes longer than it saves.
 WORTH_THREADS = 100_000
 
@@ -41,12 +41,13 @@ def supports(hidden: Tensor, slots: int, experts: int) -> bool:
 
     slots: experts to each token; experts: all there are.
     """
-    return (
-        hidden.is_cpu
-        and hidden.dtype in (torch.float32, torch.bfloat16)
-        and hidden.shape[0] * slots <= FEW_TOKENS * experts
-        and _function() is not None
-    )
+    few = FEW_PLAIN_TOKENS if experts == 1 else FEW_TOKENS
+    return hidden.shape[0] * slots <= few * experts and can_take(hidden)
+
+
+def can_take(hidden: Tensor) -> bool:
+    """Whether the compiled version computes these states, without gradients, for any number of tokens."""
+    return hidden.is_cpu and hidden.dtype in (torch.float32, torch.bfloat16) and _function() is not None
 
 
 def moe_native(

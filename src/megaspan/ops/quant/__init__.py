@@ -1,24 +1,39 @@
-"""FP8: weights in e4m3 with one float32 scale for each 128 x 128 block, index rows with one for each row.
+"""FP8: weights in e4m3 with one float32 scale for each 128 x 128 block, and the rows of the cache.
 
 The weights' format is that of the FP8 releases of DeepSeek-V3 and GLM-5: `weight = e4m3 * scale_inv`, the
-scales in `weight_scale_inv`. Blocks at the right and lower edge may be partial. Rows: see `index_rows`.
+scales in `weight_scale_inv`. Blocks at the right and lower edge may be partial. Rows: see `latent_rows`
+and `index_rows`.
 """
 
 import torch
 from torch import Tensor
 
-from megaspan.ops.quant import vectorised
-from megaspan.ops.quant.index_rows import dequantize_rows, hadamard, quantize_rows
+from megaspan.ops.quant import index_rows, latent_rows, native, vectorised
+from megaspan.ops.quant.index_rows import (
+    decode_index_rows,
+    dequantize_rows,
+    hadamard,
+    quantize_rows,
+    split_index_rows,
+)
+from megaspan.ops.quant.latent_rows import decode_latent_rows, latent_row_bytes
 from megaspan.ops.quant.reference import BLOCK
 
 __all__ = [
     "BLOCK",
     "block_grid",
+    "decode_index_rows",
+    "decode_latent_rows",
     "dequantize_blocks",
     "dequantize_rows",
+    "encode_index_rows",
+    "encode_latent_rows",
     "hadamard",
+    "latent_row_bytes",
     "quantize_blocks",
+    "quantize_index_queries",
     "quantize_rows",
+    "split_index_rows",
 ]
 
 block_grid = vectorised.block_grid
@@ -50,3 +65,21 @@ def dequantize_blocks(quantized: Tensor, scale_inv: Tensor, dtype: torch.dtype =
     Raises ValueError when the grid of scales does not fit the weight.
     """
     return vectorised.dequantize_blocks(quantized, scale_inv, dtype)
+
+
+def encode_latent_rows(rows: Tensor, latent_rank: int) -> Tensor:
+    """Turn latent rows [T, W] of any float dtype into bytes uint8 [T, B]; see `latent_rows`."""
+    version = native if native.supports(rows) else latent_rows
+    return version.encode_latent_rows(rows, latent_rank)
+
+
+def encode_index_rows(keys: Tensor, rotate: bool = True) -> Tensor:
+    """Turn index keys [T, D] of any float dtype into bytes uint8 [T, D + 4]; see `index_rows`."""
+    version = native if native.supports(keys) else index_rows
+    return version.encode_index_rows(keys, rotate)
+
+
+def quantize_index_queries(query: Tensor, weights: Tensor, rotate: bool = True) -> tuple[Tensor, Tensor]:
+    """Round queries [T, H, D] to e4m3 in bf16, their scales folded into weights [T, H]; see `index_rows`."""
+    version = native if native.supports(query) else index_rows
+    return version.quantize_index_queries(query, weights, rotate)

@@ -8,6 +8,7 @@ large dimensions hold over all of them, so that the rounding of those few does n
 import torch
 from torch import Tensor
 
+from megaspan.ops.quant.latent_rows import LARGEST, copied_as, largest_magnitude
 from megaspan.ops.quant.reference import E4M3_MAX
 
 LEAST_EXPONENT = -126  # of a float32 that is not subnormal
@@ -40,11 +41,9 @@ def quantize_rows(states: Tensor, rotate: bool = True) -> tuple[Tensor, Tensor]:
     Raises ValueError for states that hold NaN or infinity, and, to rotate, for a D that is no power of two.
     """
     rows = hadamard(states.float()) if rotate else states.float()
-    largest = rows.abs().amax(-1)
-    if not torch.isfinite(largest).all():
+    if not torch.isfinite(rows).all():
         raise ValueError("a row with NaN or infinity cannot be quantised")
-    scale = _power_of_two_scale(largest)
-    scaled = (rows / scale[:, None]).clamp_(-E4M3_MAX, E4M3_MAX)
+    scaled, scale = _scaled(rows)
     return scaled.to(torch.float8_e4m3fn), scale
 
 
@@ -56,6 +55,50 @@ def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
     if scale.shape != values.shape[:1]:
         raise ValueError(f"scales {tuple(scale.shape)} do not fit rows {tuple(values.shape)}")
     return values.float() * scale[:, None]
+
+
+def encode_index_rows(keys: Tensor, rotate: bool = True) -> Tensor:
+    """Turn index keys [T, D] of any float dtype into bytes uint8 [T, D + 4]: e4m3 values, then the scale.
+
+    With `rotate` keys are rotated first, unless D is no power of two. Nothing is refused, as serving must not
+    stop for one bad number: NaN stays NaN, whose score counts as -inf, and infinity saturates. A row's bytes
+    depend on no other row.
+    """
+    scaled, scale = _scaled(_rotated(keys) if rotate else keys.float())
+    values = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.cat((values, copied_as(scale[:, None], torch.uint8)), 1)
+
+
+def split_index_rows(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes uint8 [N, D + 4] as e4m3 values [N, D], a view, and scales fp32 [N], a copy."""
+    values, scale = packed.split((packed.shape[1] - 4, 4), 1)
+    return values.view(torch.float8_e4m3fn), copied_as(scale, torch.float32)[:, 0]
+
+
+def decode_index_rows(packed: Tensor) -> Tensor:
+    """Turn bytes uint8 [N, D + 4] back into fp32 [N, D]; rotated rows stay rotated."""
+    return dequantize_rows(*split_index_rows(packed))
+
+
+def quantize_index_queries(query: Tensor, weights: Tensor, rotate: bool = True) -> tuple[Tensor, Tensor]:
+    """Round queries [T, H, D] of any float dtype to what FP8 index rows are multiplied with.
+
+    weights: [T, H], one for each head. Returns the queries in bf16, rotated as the keys are and holding e4m3
+    values, which bf16 has exactly, and fp32 weights [T, H] that include the scales of the queries.
+    """
+    scaled, scale_TH = _scaled(_rotated(query) if rotate else query.float())
+    return scaled.to(torch.float8_e4m3fn).bfloat16(), weights.float() * scale_TH
+
+
+def _rotated(states: Tensor) -> Tensor:
+    """States [..., D] in float32, rotated where D is a power of two."""
+    return hadamard(states.float()) if states.shape[-1].bit_count() == 1 else states.float()
+
+
+def _scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [..., D] fp32 divided by their scales, within 448, and the scales [...]."""
+    scale = _power_of_two_scale(largest_magnitude(rows).nan_to_num_(posinf=LARGEST))
+    return (rows / scale[..., None]).clamp_(-E4M3_MAX, E4M3_MAX), scale
 
 
 def _power_of_two_scale(largest: Tensor) -> Tensor:

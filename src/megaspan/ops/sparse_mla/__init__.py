@@ -21,10 +21,12 @@ def sparse_mla(
     """Attend from T tokens to their selected rows: softmax(scale * query . row) over the first columns.
 
     query:     [T, H, W], absorbed queries: latent part, then rotary part.
-    rows:      [N, W], the cache; the first `value_width` columns of a row are its value.
+    rows:      [N, W], the cache, in the dtype of `query`; the first `value_width` columns of a row are its
+               value. Or uint8, FP8 rows of `ops.quant.encode_latent_rows` whose latent rank is `value_width`.
     selected:  [T, K] int64 row numbers; -1 marks an empty slot. A token's first slot is never empty.
     Returns [T, H, value_width] in the dtype of `query` (fp32 or bf16); sums are in fp32. Rows that no
-    token selected are never read. Temporary memory stays within `budget_bytes`.
+    token selected are never read. Temporary memory stays within `budget_bytes`. Differentiable in `query`
+    and `rows`, but not through FP8 rows: ValueError.
     """
     tracked = torch.is_grad_enabled() and (query.requires_grad or rows.requires_grad)
     if not tracked and native.supports(query, rows):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaspan.ops.quant import decode_latent_rows
+
 TILE_BYTES = 256 << 20
 
 
@@ -24,7 +26,10 @@ def sparse_mla_gathered(
     """As `sparse_mla`; temporary memory stays within `budget_bytes`, or what one token needs if that is more.
 
     Differentiable once, in `query` and `rows`. The gradient of `rows`, [N, W] in fp32, is not counted.
+    ValueError for gradients through FP8 rows.
     """
+    if rows.dtype == torch.uint8 and torch.is_grad_enabled() and query.requires_grad:
+        raise ValueError("gradients do not pass through FP8 rows: use fp32 or bf16 rows, or torch.no_grad()")
     return _Gathered.apply(query, rows, selected, value_width, scale, budget_bytes)  # pyright: ignore[reportReturnType]
 
 
@@ -32,7 +37,10 @@ def tokens_per_tile(query: Tensor, rows: Tensor, slots: int, budget_bytes: int) 
     """How many tokens fit in the budget at once; `slots` is K."""
     heads, width = query.shape[1:]
     exact_bytes = _accumulator(query).itemsize
-    slot_bytes = width * (rows.element_size() + exact_bytes) + 6 * heads * exact_bytes + 16
+    row_bytes = rows.nbytes // max(1, len(rows))
+    if rows.dtype == torch.uint8:  # decoding holds the bytes, the values in fp32 and the result
+        row_bytes += width * 8
+    slot_bytes = row_bytes + width * exact_bytes + 6 * heads * exact_bytes + 16
     return max(1, budget_bytes // (slots * slot_bytes))
 
 
@@ -51,7 +59,7 @@ class _Gathered(torch.autograd.Function):
         ctx.value_width, ctx.scale, ctx.budget_bytes = value_width, scale, budget_bytes
         output = query.new_empty(*query.shape[:2], value_width)
         for tile in _tiles(query, rows, selected, budget_bytes):
-            _, gathered_TKW, probability_THK = _attend(query[tile], rows, selected[tile], scale)
+            _, gathered_TKW, probability_THK = _attend(query[tile], rows, selected[tile], value_width, scale)
             output[tile] = probability_THK.to(query.dtype) @ gathered_TKW[..., :value_width]
         return output
 
@@ -63,7 +71,9 @@ class _Gathered(torch.autograd.Function):
         unseen = query.shape[-1] - ctx.value_width
         for tile in _tiles(query, rows, selected, ctx.budget_bytes):
             query_THW, grad_THW = query[tile], torch.nn.functional.pad(grad_output[tile], (0, unseen))
-            numbers_TK, gathered_TKW, probability_THK = _attend(query_THW, rows, selected[tile], ctx.scale)
+            numbers_TK, gathered_TKW, probability_THK = _attend(
+                query_THW, rows, selected[tile], ctx.value_width, ctx.scale
+            )
             grad_scores_THK = _product(grad_THW, gathered_TKW.mT)
             grad_scores_THK -= (grad_scores_THK * probability_THK).sum(-1, keepdim=True)
             grad_scores_THK = grad_scores_THK.mul_(probability_THK).mul_(ctx.scale).to(query.dtype)
@@ -82,7 +92,7 @@ def _tiles(query: Tensor, rows: Tensor, selected: Tensor, budget_bytes: int) -> 
 
 
 def _attend(
-    query_THW: Tensor, rows: Tensor, selected_TK: Tensor, scale: float
+    query_THW: Tensor, rows: Tensor, selected_TK: Tensor, value_width: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Row numbers [T, K], the gathered rows [T, K, W] and the probabilities [T, H, K] of a tile.
 
@@ -90,7 +100,11 @@ def _attend(
     """
     empty_TK = selected_TK < 0
     numbers_TK = selected_TK.where(~empty_TK, selected_TK[:, :1])
-    gathered_TKW = rows.index_select(0, numbers_TK.flatten()).view(*numbers_TK.shape, -1).to(query_THW.dtype)
+    gathered = rows.index_select(0, numbers_TK.flatten())
+    if rows.dtype == torch.uint8:
+        rope_width = query_THW.shape[-1] - value_width
+        gathered = decode_latent_rows(gathered, value_width, rope_width, query_THW.dtype)
+    gathered_TKW = gathered.view(*numbers_TK.shape, -1).to(query_THW.dtype)
     scores_THK = _product(query_THW, gathered_TKW.mT).mul_(scale)
     scores_THK.masked_fill_(empty_TK[:, None], float("-inf"))
     return numbers_TK, gathered_TKW, scores_THK.softmax(-1)

@@ -2,7 +2,7 @@
 
    A token's rows are cut into parts, a part into blocks that fit in the nearest cache. A block is copied,
    scored against up to HEADS heads, and added to the part's running softmax; at the end the parts are
-   merged. The cuts depend on nothing but the token's own count of rows, so its result depends neither on
+   merged. FP8 rows become fp32 as they are copied. The cuts depend on nothing but the token's own count of rows, so its result depends neither on
    the other tokens of the call nor on the number of threads. */
 
 #include <omp.h>
@@ -34,7 +34,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
-enum { HEADS = 8, TILE = 4, BLOCK = 32, PARTS = 4, LINE = 64 };
+enum { HEADS = 8, TILE = 4, BLOCK = 32, PARTS = 4, LINE = 64, SCALED = 128 /* values of FP8 with one scale */ };
 #define LEAST -1e30f /* below any score */
 
 typedef float lanes __attribute__((vector_size(4 * LANES), may_alias));
@@ -46,8 +46,9 @@ typedef struct {
     const int64_t *selected;
     char *output;
     int64_t tokens, heads, width, row_count, slots, value_width;
+    int64_t row_bytes;
     float scale;
-    int32_t is_bf16, threads;
+    int32_t is_bf16, is_fp8, threads; /* the dtype of query and output; whether rows are FP8 instead */
 } Call;
 
 /* Sizes in vectors: what a row or a query takes in dots, the distance of two rows, the values of one head. */
@@ -231,6 +232,36 @@ INLINE void fetch(lanes *to, const char *from, long width, int is_bf16, int bf16
         copy((char *)to, from, width * (is_bf16 ? 2 : 4));
 }
 
+typedef union {
+    uint32_t bits;
+    float value;
+} Number;
+
+/* e4m3 to fp32, exactly and without subnormal floats, which a process may flush to zero. */
+INLINE float widen_e4m3(uint8_t byte) {
+    const uint32_t size = byte & 0x7f, tiny = size < 8;
+    Number number = {(size << 20) + ((tiny ? 121u : 120u) << 23)};
+    number.value -= tiny ? 0x1p-6f : 0.0f; /* 2^-6 (1 + m/8) - 2^-6 */
+    number.bits |= (size == 0x7f ? 0x7fc00000u : 0) | (byte & 0x80u) << 24;
+    return number.value;
+}
+
+/* Bring an FP8 row to scratch memory: `rank` e4m3 values, their scales, and `rope` numbers in bf16. */
+INLINE void fetch_fp8(float *to, const char *from, long rank, long rope) {
+    const char *scales = from + rank, *rotary = scales + (rank + SCALED - 1) / SCALED * 4;
+    for (long first = 0; first < rank; first += SCALED, scales += 4) {
+        float scale;
+        memcpy(&scale, scales, sizeof scale);
+        const long count = rank - first < SCALED ? rank - first : SCALED;
+        for (long i = 0; i < count; i++) to[first + i] = widen_e4m3(from[first + i]) * scale;
+    }
+    for (long i = 0; i < rope; i++) {
+        uint16_t half;
+        memcpy(&half, rotary + 2 * i, sizeof half);
+        ((uint32_t *)to)[rank + i] = (uint32_t)half << 16;
+    }
+}
+
 /* A token's slots first..last-1. */
 typedef struct {
     long first, last;
@@ -246,7 +277,7 @@ static Span slots_of_part(const Call *call, long token, long part) {
 /* Attend from up to HEADS heads of a token to the rows of one part. Returns 1 if a row number is wrong. */
 INLINE int attend(const Call *call, Shape shape, long token, long head, Span span, Part *part, lanes *scratch,
                   int bf16) {
-    const long row_bytes = call->width * (call->is_bf16 ? 2 : 4);
+    const long query_bytes = call->width * (call->is_bf16 ? 2 : 4), row_bytes = call->row_bytes;
     const int64_t *selected = call->selected + token * call->slots;
     const int used = call->heads - head < HEADS ? call->heads - head : HEADS;
     const int heads = (used + TILE - 1) / TILE * TILE;
@@ -255,7 +286,7 @@ INLINE int attend(const Call *call, Shape shape, long token, long head, Span spa
     int wrong = 0;
 
     for (int h = 0; h < used; h++)
-        fetch(query + h * shape.dots, call->query + (token * call->heads + head + h) * row_bytes, call->width,
+        fetch(query + h * shape.dots, call->query + (token * call->heads + head + h) * query_bytes, call->width,
               call->is_bf16, bf16);
     for (int h = used; h < heads; h++) memset(query + h * shape.dots, 0, shape.dots * sizeof(lanes));
     for (int h = 0; h < HEADS; h++) part->maximum[h] = LEAST, part->sum[h] = (lanes){};
@@ -267,7 +298,9 @@ INLINE int attend(const Call *call, Shape shape, long token, long head, Span spa
         for (int r = 0; r < padded; r++) {
             const uint64_t number = r < count ? (uint64_t)selected[start + r] : 0;
             lanes *row = rows + r * shape.stride;
-            if (r < count && number < (uint64_t)call->row_count) {
+            if (r < count && number < (uint64_t)call->row_count && call->is_fp8) {
+                fetch_fp8((float *)row, call->rows + number * row_bytes, call->value_width, call->width - call->value_width);
+            } else if (r < count && number < (uint64_t)call->row_count) {
                 fetch(row, call->rows + number * row_bytes, call->width, call->is_bf16, bf16);
             } else {
                 memset(row, 0, shape.stride * sizeof(lanes));
@@ -318,7 +351,7 @@ static void merge(const Call *call, Shape shape, long token, long head, const Pa
 
 /* Returns 0, 1 if there was no memory, 2 if a row number was outside the cache. */
 int sparse_mla(const Call *call) {
-    const int bf16 = call->is_bf16 && DOTS_OF_BF16;
+    const int bf16 = call->is_bf16 && !call->is_fp8 && DOTS_OF_BF16;
     const long in_vector = LANES << bf16, groups = (call->heads + HEADS - 1) / HEADS;
     Shape shape = {.dots = (call->width + in_vector - 1) / in_vector,
                    .values = (call->value_width + 2 * LANES - 1) / (2 * LANES) * 2};

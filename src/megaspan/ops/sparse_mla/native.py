@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megaspan.ops import native
+from megaspan.ops.quant import latent_row_bytes
 
 # Below this many multiplications, waking a second thread takes longer than it saves.
 WORTH_THREADS = 500_000
@@ -22,10 +23,10 @@ class _Call(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("query", "rows", "selected", "output")],
         *[
             (name, ctypes.c_int64)
-            for name in ("tokens", "heads", "width", "row_count", "slots", "value_width")
+            for name in ("tokens", "heads", "width", "row_count", "slots", "value_width", "row_bytes")
         ],
         ("scale", ctypes.c_float),
-        *[(name, ctypes.c_int32) for name in ("is_bf16", "threads")],
+        *[(name, ctypes.c_int32) for name in ("is_bf16", "is_fp8", "threads")],
     )
 
 
@@ -39,7 +40,8 @@ def supports(query: Tensor, rows: Tensor) -> bool:
     """Whether these operands, without gradients, can go through the compiled version here."""
     return (
         query.device.type == "cpu"
-        and query.dtype == rows.dtype
+        and rows.device.type == "cpu"
+        and rows.dtype in (query.dtype, torch.uint8)
         and query.dtype in (torch.float32, torch.bfloat16)
         and _function() is not None
     )
@@ -54,7 +56,7 @@ def sparse_mla_native(
         raise RuntimeError("the compiled version of sparse_mla is not available here")
     query, rows, selected = query.contiguous(), rows.contiguous(), selected.long().contiguous()
     (tokens, heads, width), slots = query.shape, selected.shape[1]
-    if rows.shape[1] != width or len(selected) != tokens or value_width > width or rows.dtype != query.dtype:
+    if value_width > width or len(selected) != tokens or not _rows_fit(query, rows, value_width):
         raise ValueError("query [T, H, W], rows [N, W], selected [T, K] and value_width <= W do not fit")
     output = query.new_empty(tokens, heads, value_width)
     work = tokens * heads * slots * (width + value_width)
@@ -69,8 +71,10 @@ def sparse_mla_native(
         len(rows),
         slots,
         value_width,
+        rows.shape[1] * rows.element_size(),
         scale / math.log(2),
         query.dtype == torch.bfloat16,
+        rows.dtype == torch.uint8,
         torch.get_num_threads() if work > WORTH_THREADS else 1,
     )
     status = function(ctypes.byref(call))
@@ -79,3 +83,10 @@ def sparse_mla_native(
     if status:
         raise IndexError("selected holds a row number outside the rows, or a -1 before a valid slot")
     return output
+
+
+def _rows_fit(query: Tensor, rows: Tensor, value_width: int) -> bool:
+    width = query.shape[2]
+    if rows.dtype == torch.uint8:
+        return rows.shape[1] == latent_row_bytes(value_width, width - value_width)
+    return rows.dtype == query.dtype and rows.shape[1] == width
