@@ -1,0 +1,96 @@
+"""The serving cache: sequences whose rows lie in pages of shared pools."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megaspan.cache.pool import PagePools
+from megaspan.model.batch import Batch
+from megaspan.ops.rows import RowTable
+
+UNASSIGNED = -(2**62)  # in place of a page's first row: no offset makes it a row, so reading it fails
+
+
+class ReadyMarks(Protocol):
+    """A restore on its way into the pools' pages, finished layer by layer."""
+
+    def wait(self, layer: int) -> None:
+        """Return when the layer's rows are there, in every pool; raise if they will not be."""
+        ...
+
+
+class PagedCache:
+    """A table of `sequences` slots, each of up to `max_pages` pages, over the rows of some pools.
+
+    The caller owns the pages and says with `assign` which of them a slot reads; `Batch.slots` says which
+    slot each sequence is. The table is updated in place, so that a step costs the same at any length.
+
+    starts: [sequences, max_pages] int64, the first row of each page, on the pools' device.
+    """
+
+    def __init__(self, pools: PagePools, sequences: int, max_pages: int):
+        self.pools, self.max_pages = pools, max_pages
+        self.starts = torch.full((sequences, max_pages), UNASSIGNED, dtype=torch.int64, device=pools.device)
+        self._table = RowTable(self.starts, pools.page_size)
+        self._capacity = [0] * sequences  # tokens that the assigned pages of each slot can hold
+        self._restores: tuple[ReadyMarks, ...] = ()
+        self._batch: Batch | None = None
+        self._new_rows = torch.empty(0, dtype=torch.int64)
+
+    def assign(self, slot: int, first_index: int, pages: Sequence[int]) -> None:
+        """Make `pages` the slot's pages from `first_index` on; it has none after them.
+
+        ValueError where that leaves a gap, is longer than `max_pages`, or names a page outside the pools.
+        """
+        page_size, stop = self.pools.page_size, first_index + len(pages)
+        if not 0 <= first_index <= self._capacity[slot] // page_size:
+            raise ValueError(f"slot {slot} has no page before page {first_index}: assign pages in order")
+        if stop > self.max_pages:
+            raise ValueError(f"slot {slot} would have {stop} pages, but the table holds {self.max_pages}")
+        if pages and not 0 <= min(pages) <= max(pages) < self.pools.total_pages:
+            raise ValueError(f"slot {slot} is assigned a page outside the {self.pools.total_pages} there are")
+        assigned = torch.tensor(pages, dtype=torch.int64, device=self.starts.device)
+        self.starts[slot, first_index:stop] = assigned * page_size
+        self.starts[slot, stop : self._capacity[slot] // page_size] = UNASSIGNED
+        self._capacity[slot] = stop * page_size
+
+    def release(self, slot: int) -> None:
+        """Forget the slot's pages."""
+        self.assign(slot, 0, ())
+
+    def depend_on(self, restores: Sequence[ReadyMarks]) -> None:
+        """Make the next pass wait, layer by layer, for the rows that these restores bring."""
+        self._restores = tuple(restores)
+
+    def table(self, batch: Batch) -> RowTable:
+        """The whole table. ValueError for a slot whose pages cannot hold its sequence."""
+        for slot, length in zip(batch.table_rows, batch.total_lengths, strict=True):
+            if length > self._capacity[slot]:
+                raise ValueError(
+                    f"slot {slot} has pages for {self._capacity[slot]} tokens, but the batch needs {length}"
+                )
+        self._batch = batch
+        self._new_rows = self._table.rows(batch.sequence_ids, batch.positions[:, None])[:, 0]
+        return self._table
+
+    def write_latent(self, layer: int, batch: Batch, rows: Tensor) -> Tensor:
+        return self._write("latent", layer, batch, rows)
+
+    def write_index(self, layer: int, batch: Batch, keys: Tensor) -> Tensor:
+        return self._write("index", layer, batch, keys)
+
+    def commit(self, batch: Batch) -> None:
+        self._batch, self._restores = None, ()
+
+    def rows(self, pool: str, layer: int) -> Tensor:
+        """All the stored rows of a layer, once every restore that the pass depends on has brought them."""
+        for restore in self._restores:
+            restore.wait(layer)
+        return self.pools.rows(pool, layer)
+
+    def _write(self, pool: str, layer: int, batch: Batch, new: Tensor) -> Tensor:
+        if batch is not self._batch:
+            raise ValueError("rows of a batch are written, but its table was not asked for")
+        return self.rows(pool, layer).index_copy_(0, self._new_rows, self.pools.formats[pool].encode(new))

@@ -1,0 +1,368 @@
+"""The paged cache: any pages in any order, any slots, rows that are still on their way, FP8 rows."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaspan.cache.growing import GrowingCache
+from megaspan.cache.paged import PagedCache
+from megaspan.cache.pool import PagePools
+from megaspan.config import ModelConfig
+from megaspan.model.batch import Batch
+from megaspan.model.selection import EVERYTHING, Selection
+from megaspan.model.transformer import Transformer
+from tests.model.models import one_shot, random_model, random_tokens, relative_error
+
+DEBUG = ModelConfig.preset("debug")
+PAGE, LENGTH = 4, 41  # more than two pages, five times debug's top-k
+MODEL, TOKENS = random_model(DEBUG), random_tokens(DEBUG, LENGTH)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def paged(pages: int = 24, slots: int = 1, latent: Any = "float32", index: Any = None) -> PagedCache:
+    return PagedCache(PagePools(DEBUG, pages, PAGE, latent, index), slots, max_pages=pages)
+
+
+@torch.no_grad()
+def read(cache, tokens, chunks, slot=0, selection=None, model=MODEL):
+    """Logits [T, V] of one sequence read in chunks of the given sizes."""
+    pieces, start = [], 0
+    for size in chunks:
+        batch = Batch.of([tokens[start : start + size]], [start], slots=[slot])
+        pieces.append(model.unembed(model(batch, cache, selection)))
+        start += size
+    return torch.cat(pieces)
+
+
+def cuts(length: int):
+    """Chunk sizes that sum to `length`."""
+    return st.lists(st.integers(1, length - 1), max_size=4, unique=True).map(
+        lambda at: [b - a for a, b in zip([0, *sorted(at)], [*sorted(at), length], strict=True)]
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.permutations(range(24)), cuts(LENGTH))
+def test_order_of_physical_pages_changes_nothing(order, chunks):
+    """P20: bit-equal to pages in order and to a growing cache, whatever the pages are and the chunks."""
+    shuffled, ordered = paged(slots=3), paged()
+    shuffled.assign(2, 0, order[:11])
+    ordered.assign(0, 0, range(11))
+    logits = read(shuffled, TOKENS, chunks, slot=2)
+    assert torch.equal(logits, read(ordered, TOKENS, chunks))
+    growing = GrowingCache(DEBUG, capacity=64)
+    assert torch.equal(logits, read(growing, TOKENS, chunks))
+
+
+def test_one_shot_is_bit_equal_to_no_cache_at_all():
+    cache = paged()
+    cache.assign(0, 0, [5, 23, 0, 7, 9, 2, 11, 3, 20, 21, 1])
+    assert torch.equal(read(cache, TOKENS, [LENGTH]), one_shot(MODEL, TOKENS)[0])
+    dense = read(cache, TOKENS, [LENGTH], selection=EVERYTHING)
+    assert torch.equal(dense, one_shot(MODEL, TOKENS, dense=True)[0])
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 40])
+@pytest.mark.parametrize("selection", [None, EVERYTHING], ids=["sparse", "dense"])
+def test_schedule_of_chunks_gives_what_one_shot_gives(size, selection):
+    """O3, with a page assigned when its first token comes."""
+    cache, order = paged(), [5, 23, 0, 7, 9, 2, 11, 3, 20, 21, 1]
+    pieces, held = [], 0
+    for start in range(0, LENGTH, size):
+        stop = min(start + size, LENGTH)
+        needed = -(-stop // PAGE)
+        cache.assign(0, held, order[held:needed])
+        held = needed
+        batch = Batch.of([TOKENS[start:stop]], [start])
+        with torch.no_grad():
+            pieces.append(MODEL.unembed(MODEL(batch, cache, selection)))
+    expected = one_shot(MODEL, TOKENS, dense=selection is EVERYTHING)[0]
+    assert relative_error(torch.cat(pieces), expected) < 1e-4
+
+
+def test_dense_shortcut_still_writes_index_keys():
+    """P11: a prompt of top-k tokens reads densely; what follows selects among its keys."""
+    cache, short = paged(), DEBUG.index_topk
+    cache.assign(0, 0, [8, 1, 6, 3, 4, 10, 2, 7, 0, 9, 5])
+    read(cache, TOKENS, [short], selection=EVERYTHING)
+    with torch.no_grad():
+        rest = MODEL.unembed(MODEL(Batch.of([TOKENS[short:]], [short]), cache))
+    assert relative_error(rest, one_shot(MODEL, TOKENS)[0][short:]) < 1e-4
+
+
+@pytest.mark.parametrize("selection", [None, EVERYTHING], ids=["sparse", "dense"])
+def test_slots_in_any_order_give_what_each_sequence_gives_alone(selection):
+    """Seven slots, three in use, in another order in every step, one of them not in every batch."""
+    cache, slots = paged(40, slots=7), [5, 0, 3]
+    sequences = [random_tokens(DEBUG, 30, seed) for seed in range(3)]
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()
+    for place, slot in enumerate(slots):
+        cache.assign(slot, 0, order[8 * place : 8 * place + 8])
+    outputs, past = [[], [], []], [0, 0, 0]
+    for order, sizes in (((0, 1, 2), (9, 14, 1)), ((2, 0), (20, 1)), ((1, 2, 0), (16, 9, 20))):
+        pieces = [sequences[s][past[s] : past[s] + n] for s, n in zip(order, sizes, strict=True)]
+        batch = Batch.of(pieces, [past[s] for s in order], slots=[slots[s] for s in order])
+        with torch.no_grad():
+            logits = MODEL.unembed(MODEL(batch, cache, selection)).split(list(sizes))
+        for s, n, piece in zip(order, sizes, logits, strict=True):
+            outputs[s].append(piece)
+            past[s] += n
+    assert past == [30, 30, 30]
+    for output, expected in zip(outputs, one_shot(MODEL, *sequences, dense=bool(selection)), strict=True):
+        assert relative_error(torch.cat(output), expected) < 1e-4
+
+
+def test_two_slots_may_read_the_same_prefix_pages():
+    cache = paged(slots=2)
+    cache.assign(0, 0, range(11))
+    read(cache, TOKENS, [LENGTH])
+    cache.assign(1, 0, [0, 1, 2, 3, 4, 20, 21, 22, 23, 12, 13])
+    batch = Batch.of([TOKENS[20:]], [20], slots=[1])
+    with torch.no_grad():
+        again = MODEL.unembed(MODEL(batch, cache))
+    assert relative_error(again, one_shot(MODEL, TOKENS)[0][20:]) < 1e-4
+
+
+def test_a_step_writes_nothing_but_its_own_rows():
+    """P32: a batch of changed make-up leaves every other row of every pool as it was."""
+    cache = paged(slots=3)
+    for slot in range(3):
+        cache.assign(slot, 0, range(8 * slot, 8 * slot + 8))
+    for tensors in cache.pools.storage.values():
+        for rows in tensors:
+            rows.fill_(7.0)
+    with torch.no_grad():
+        MODEL(Batch.of([TOKENS[:1], TOKENS[:5]], [30, 3], slots=[2, 0]), cache)
+    expected = {16 * PAGE + 30, *range(3, 8)}
+    for pool, layers in (("latent", range(9)), ("index", DEBUG.full_layers)):
+        for layer in layers:
+            changed = (cache.rows(pool, layer) != 7.0).any(1).nonzero()[:, 0].tolist()
+            assert set(changed) == expected
+
+
+def test_the_table_is_updated_in_place():
+    cache = paged(slots=2)
+    table = cache.table(Batch.of([[], []]))
+    address = table.starts.data_ptr()
+    cache.assign(1, 0, [3, 9])
+    cache.assign(1, 2, [4])
+    assert table.starts[1, :4].tolist()[:3] == [12, 36, 16]
+    again = cache.table(Batch.of([[1]], [11], slots=[1]))
+    assert again is table
+    assert again.starts.data_ptr() == address
+    cache.assign(1, 1, [5])
+    assert table.starts[1, :2].tolist() == [12, 20]
+    assert (table.starts[1, 2:] < -(2**60)).all()
+
+
+def test_row_numbers_are_int64():
+    """P18: a page whose first row is beyond 2^31."""
+    pools: Any = SimpleNamespace(page_size=2**20, total_pages=2**12, device=torch.device("cpu"))
+    cache = PagedCache(pools, 1, 4)
+    cache.assign(0, 0, [2**11 - 1, 2**11, 2**12 - 1])
+    batch = Batch.of([[1, 2]], [2**20 - 1])
+    rows = cache.table(batch).rows(batch.sequence_ids, batch.positions[:, None])
+    assert rows[:, 0].tolist() == [2**31 - 1, 2**31]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 2, [1]), "no page before page 2"),
+        ((0, -1, [1]), "no page before page -1"),
+        ((0, 0, [1] * 25), "would have 25 pages, but the table holds 24"),
+        ((0, 0, [3, 24]), "a page outside the 24"),
+        ((0, 0, [-1]), "a page outside the 24"),
+    ],
+)
+def test_pages_that_do_not_fit_are_refused(arguments, message):
+    cache = paged()
+    cache.assign(0, 0, [7])
+    with pytest.raises(ValueError, match=message):
+        cache.assign(*arguments)
+    assert cache.starts[0, 0] == 7 * PAGE
+
+
+def test_a_sequence_longer_than_its_pages_is_refused():
+    cache = paged(slots=2)
+    cache.assign(1, 0, [7, 8])
+    cache.table(Batch.of([[1] * 8], slots=[1]))
+    with pytest.raises(ValueError, match="slot 1 has pages for 8 tokens, but the batch needs 9"):
+        cache.table(Batch.of([[1]], [8], slots=[1]))
+    cache.release(1)
+    with pytest.raises(ValueError, match="slot 1 has pages for 0 tokens"):
+        cache.table(Batch.of([[1]], slots=[1]))
+
+
+def test_rows_of_another_batch_are_refused():
+    cache = paged()
+    cache.assign(0, 0, [1])
+    cache.table(Batch.of([[1]]))
+    with pytest.raises(ValueError, match="its table was not asked for"):
+        cache.write_latent(0, Batch.of([[2]]), torch.zeros(1, 40))
+
+
+class Loader(threading.Thread):
+    """Restores pages from a copy of the segments, one after the other; `gate` opens at each layer."""
+
+    def __init__(self, pools, saved, pages, delays=()):
+        super().__init__(daemon=True)
+        self.pools, self.saved, self.pages, self.delays = pools, saved, pages, dict(delays)
+        self.marks = [threading.Event() for _ in pools.layers["latent"]]
+        self.waited: list[int] = []
+
+    def run(self):
+        segments = self.pools.segments
+        for place, (segment, rows) in enumerate(zip(segments, self.saved, strict=True)):
+            held = self.delays.get((segment.pool, segment.layer))
+            if held is not None:
+                held.wait(5)
+            segment.pages[self.pages] = rows
+            if place + 1 == len(segments) or segments[place + 1].layer != segment.layer:
+                self.marks[segment.layer].set()
+
+    def wait(self, layer):
+        self.waited.append(layer)
+        assert self.marks[layer].wait(5)
+
+
+def evicted(cache, pages):
+    """Copy the pages out of every segment and poison what they leave behind."""
+    saved = [segment.pages[pages].clone() for segment in cache.pools.segments]
+    for segment in cache.pools.segments:
+        segment.pages[pages] = 255
+    return saved
+
+
+@pytest.mark.parametrize("accessor", ["write_latent", "write_index", "rows latent", "rows index"])
+def test_every_accessor_waits_for_the_restore_of_its_layer(accessor):
+    """P39: an index page of layer 6 is late; nobody gets that layer's rows of either pool before it."""
+    cache = paged()
+    cache.assign(0, 0, [0, 1, 2])
+    late, returned = threading.Event(), threading.Event()
+    loader = Loader(cache.pools, evicted(cache, [0, 1]), [0, 1], {("index", 6): late})
+    batch = Batch.of([[1]], [8])
+    cache.depend_on([loader])
+    cache.table(batch)
+    loader.start()
+    calls = {
+        "write_latent": lambda layer: cache.write_latent(layer, batch, torch.zeros(1, 40)),
+        "write_index": lambda layer: cache.write_index(layer, batch, torch.zeros(1, 16)),
+        "rows latent": lambda layer: cache.rows("latent", layer),
+        "rows index": lambda layer: cache.rows("index", layer),
+    }
+    call = calls[accessor]
+    call(2)  # an earlier layer is ready already
+    reader = threading.Thread(target=lambda: (call(6), returned.set()), daemon=True)
+    reader.start()
+    assert not returned.wait(0.05)
+    late.set()
+    assert returned.wait(5)
+    assert loader.waited == [2, 6]
+
+
+@pytest.mark.parametrize("late", [("latent", 0), ("index", 1), ("latent", 4), ("index", 6), ("latent", 8)])
+@pytest.mark.parametrize("selection", [None, EVERYTHING], ids=["sparse", "dense"])
+def test_round_trip_that_is_still_under_way_changes_nothing(late, selection):
+    """P39, O4: the pass begins while the poisoned pages are being filled, one of them late."""
+    cache, pages = paged(), [5, 23, 0, 7, 9]
+    cache.assign(0, 0, [*pages, 2, 11, 3, 20, 21, 1])
+    read(cache, TOKENS, [20], selection=selection)
+    batch = Batch.of([TOKENS[20:]], [20])
+    with torch.no_grad():
+        expected = MODEL.unembed(MODEL(batch, cache, selection))
+    gate = threading.Event()
+    loader = Loader(cache.pools, evicted(cache, pages), pages, {late: gate})
+    cache.depend_on([loader])
+    loader.start()
+    opener = threading.Timer(0.02, gate.set)
+    opener.start()
+    with torch.no_grad():
+        logits = MODEL.unembed(MODEL(batch, cache, selection))
+    opener.join()
+    assert torch.equal(logits, expected)
+
+
+def test_a_restore_that_fails_stops_the_pass_and_the_next_does_not_ask_it():
+    """P47: the exception comes out of the pass; recomputing without the restore then works."""
+
+    class Lost:
+        def wait(self, layer):
+            if layer == 3:
+                raise OSError("the host tier is gone")
+
+    cache = paged()
+    cache.assign(0, 0, range(11))
+    cache.depend_on([Lost()])
+    with pytest.raises(OSError, match="is gone"):
+        read(cache, TOKENS, [LENGTH])
+    cache.depend_on([])
+    assert torch.equal(read(cache, TOKENS, [LENGTH]), one_shot(MODEL, TOKENS)[0])
+
+
+def test_restores_are_waited_for_in_one_pass_only():
+    cache, calls = paged(), []
+    cache.assign(0, 0, range(11))
+    cache.depend_on([SimpleNamespace(wait=calls.append)])
+    read(cache, TOKENS, [LENGTH - 1])
+    latent, index = list(range(9)), list(DEBUG.full_layers)
+    assert sorted(calls) == sorted(latent + index)
+    with torch.no_grad():
+        MODEL(Batch.of([TOKENS[-1:]], [LENGTH - 1]), cache)
+    assert len(calls) == 13
+
+
+def smooth_model(topk: int) -> Transformer:
+    """Every token goes through every expert, so that rounding a row cannot flip a route."""
+    config = DEBUG.replace(n_routed_experts=2, num_experts_per_tok=2, initializer_range=0.08, index_topk=topk)
+    model = Transformer(config)
+    model.initialise(0)
+    return model.eval()
+
+
+@pytest.mark.parametrize("selection", [None, EVERYTHING], ids=["sparse", "dense"])
+@pytest.mark.parametrize(("name", "bound"), [("bfloat16", 0.005), ("fp8", 0.05)])
+def test_rounded_latent_rows_err_little_and_flatly_by_position(name, bound, selection):
+    """P66: a lost or shared scale shows as an error that is large, or that grows with the position.
+
+    All positions are selected: another selection would be another model.
+    """
+    model, tokens, logits = smooth_model(topk=240), random_tokens(DEBUG, 240), []
+    for latent in ("float32", name):
+        cache = paged(60, latent=latent, index="float32")
+        cache.assign(0, 0, list(reversed(range(60))))
+        logits.append(read(cache, tokens, [60] * 4, selection=selection, model=model))
+    error = (logits[1] - logits[0]).norm(dim=-1) / logits[0].norm(dim=-1)  # [T]
+    assert error.mean() < bound
+    early, late = error[60:120].mean(), error[180:].mean()
+    assert 0.3 < early / late < 3
+
+
+def test_fp8_index_keys_select_nearly_what_exact_keys_select():
+    """Of the first layer, whose inputs are the same: a random indexer's scores lie close together."""
+    model, tokens, positions = smooth_model(topk=32), random_tokens(DEBUG, 240), []
+    for index in ("float32", "fp8"):
+        cache, batch = paged(60, index=index), Batch.of([tokens])
+        cache.assign(0, 0, list(reversed(range(60))))
+        with torch.no_grad():
+            hidden = model.model.embed_tokens(tokens)
+            _, selection = model.run_layers(hidden, None, batch, cache, range(1))
+        assert isinstance(selection, Selection)
+        positions.append(selection.positions[120:])
+    kept = (positions[0][:, :, None] == positions[1][:, None]).any(-1).float().mean()
+    assert 0.8 < kept < 1
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.permutations(range(24)), cuts(LENGTH))
+def test_order_of_physical_pages_changes_nothing_in_fp8(order, chunks):
+    """P20, P45: packed rows of 52 and 20 bytes, as of 656 and 132, are found by the same row numbers."""
+    shuffled, ordered = paged(slots=3, latent="fp8"), paged(latent="fp8")
+    shuffled.assign(2, 0, order[:11])
+    ordered.assign(0, 0, range(11))
+    assert torch.equal(read(shuffled, TOKENS, chunks, slot=2), read(ordered, TOKENS, chunks))
