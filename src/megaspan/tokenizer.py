@@ -66,7 +66,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone. Text that spells a special token is encoded as the characters it is."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0]  # the library's single call would not let other threads run
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts, on all cores."""
@@ -108,7 +108,7 @@ class Tokenizer:
         messages = [parse_arguments(message) for message in messages]
         guard = unused_character(json.dumps([messages, tools, arguments], ensure_ascii=False, default=str))
         starts = {token[0] for token in self.special_tokens}
-        protect = {ord(start): start + guard for start in starts}
+        protect = {start: start + guard for start in starts}
         try:
             text = self._compiled_template.render(
                 messages=protect_strings(messages, protect),
@@ -196,10 +196,12 @@ def unused_character(text: str) -> str:
     raise UserError("the messages use every private-use character; leave at least one out")
 
 
-def protect_strings(value: Any, protect: dict[int, str]) -> Any:
-    """A copy of nested lists and dictionaries with every string, keys included, translated."""
+def protect_strings(value: Any, protect: dict[str, str]) -> Any:
+    """A copy of nested lists and dictionaries with every string's characters, keys' too, guarded."""
     if isinstance(value, str):
-        return value.translate(protect)
+        for character, guarded in protect.items():  # `str.translate` would hold other threads up
+            value = value.replace(character, guarded)
+        return value
     if isinstance(value, dict):
         return {protect_strings(key, protect): protect_strings(item, protect) for key, item in value.items()}
     if isinstance(value, list | tuple):

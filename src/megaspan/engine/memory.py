@@ -1,0 +1,106 @@
+"""The engine's memory: pools, prefix tree, page table, and the tiers below, built from one config."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megaspan.cache.disk import DiskTier
+from megaspan.cache.host import HostTier
+from megaspan.cache.paged import PagedCache
+from megaspan.cache.pool import PagePools
+from megaspan.cache.prefix import PrefixTree
+from megaspan.cache.prefix_cache import PrefixCache
+from megaspan.cache.tiers import Tiers
+from megaspan.cache.transfer import Transfers
+from megaspan.costs.memory import GIB, Format, cache_bytes_per_token
+from megaspan.engine.config import EngineConfig, RowName
+from megaspan.engine.pace import StepCost
+from megaspan.errors import UserError
+from megaspan.model.transformer import Transformer
+
+SAMPLED = 256  # values of each weight that go into the fingerprint
+SAVING_SECONDS = 5.0
+
+
+class Memory:
+    """pools: the device's rows. paged: where each slot's rows are. prefixes: who may use which page."""
+
+    def __init__(self, model: Transformer, config: EngineConfig, cost: StepCost):
+        device = model.lm_head.weight.device
+        latent, index = _format(config.latent_rows, model), _format(config.index_rows, model)
+        page_bytes = cache_bytes_per_token(model.config, latent, index, mtp=False) * config.page_size
+        pages = config.device_pages(page_bytes)
+        with _allocating("cache_gib", pages * page_bytes):
+            self.pools = PagePools(model.config, pages, config.page_size, latent, index, device, mtp=False)
+        context = config.context_limit(model.config, pages)
+        self.paged = PagedCache(self.pools, config.max_running, -(-context // config.page_size))
+        fingerprint = _fingerprint(model, latent, index, config.page_size)
+        tree = PrefixTree(config.page_size, fingerprint)
+        self.tiers = self._tiers(config, tree, page_bytes, fingerprint) if config.has_host else None
+        self.prefixes = PrefixCache(self.pools, tree, self.tiers, cost.seconds, config.prefix_cache)
+
+    def _tiers(self, config: EngineConfig, tree: PrefixTree, page_bytes: int, fingerprint: bytes) -> Tiers:
+        pages = config.tier_pages(page_bytes)
+        with _allocating("host_gib", pages * page_bytes):
+            host = HostTier(self.pools.segments, pages, pin=self.pools.device.type == "cuda")
+        disk = None
+        if config.disk_folder is not None:
+            disk = DiskTier(config.disk_folder, int(config.disk_gib * GIB), fingerprint, page_bytes)
+        transfers = Transfers(self.pools.segments, host, disk, config.load_timeout)
+        return Tiers(self.pools, tree, host, transfers, disk, config.write_policy == "write_back")
+
+    def stats(self) -> dict[str, Any]:
+        """The parts of EngineStats that are about memory."""
+        tree, tiers = self.prefixes.tree, self.tiers
+        return {
+            "pages_total": self.pools.total_pages,
+            "pages_free": self.pools.free_pages,
+            "pages_cached": tree.evictable_device(),
+            "pages_locked": self.pools.total_pages - self.pools.free_pages - tree.evictable_device(),
+            "host_pages_total": tiers.host.total if tiers else 0,
+            "host_pages_used": tiers.host.total - tiers.host.free if tiers else 0,
+            "disk_pages_used": len(tiers.disk.keys()) if tiers and tiers.disk else 0,
+            "host_hits_total": self.prefixes.restored_tokens,
+            "failed_restores_total": self.prefixes.failed_restores,
+        }
+
+    def close(self) -> None:
+        """End the transfers; what was read last still gets to the disk, if that does not take long."""
+        if self.tiers is None:
+            return
+        if self.tiers.disk is not None:
+            self.prefixes.poll()
+            self.tiers.transfers.flush(SAVING_SECONDS)
+        self.tiers.transfers.close()
+
+
+@contextmanager
+def _allocating(name: str, nbytes: int) -> Iterator[None]:
+    """Turns a refusal of the allocator into a UserError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        raise UserError(f"{name} asks for {nbytes / GIB:,.1f} GiB, more than there are: give less") from error
+
+
+def _format(name: RowName, model: Transformer) -> Format:
+    if name != "auto":
+        return name
+    return "bfloat16" if model.lm_head.weight.dtype == torch.bfloat16 else "float32"
+
+
+@torch.no_grad()
+def _fingerprint(model: Transformer, latent: Format, index: Format, page_size: int) -> bytes:
+    """Tells apart what would give other rows: architecture, formats, arithmetic, samples of the weights."""
+    settings = (model.config.to_dict(), latent, index, page_size, str(model.lm_head.weight.dtype))
+    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
+    digest.update(bytes([bool(getattr(model, "batch_invariant", False))]))
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flatten()
+        stride = max(1, len(values) // SAMPLED)
+        digest.update(name.encode() + values[::stride].float().cpu().numpy().tobytes())
+    return digest.digest()

@@ -1,0 +1,74 @@
+"""Which pages hold a request's rows changes nothing, and nobody else's rows are touched."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.engine.engines import (
+    GREEDY,
+    answer,
+    assert_idle,
+    debug_model,
+    drain,
+    make_engine,
+    poison_freed_pages,
+    prompt,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+LENGTHS = (30, 41, 9, 17)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return debug_model()
+
+
+def rows_after(engine, names, tokens) -> dict[str, list[torch.Tensor]]:
+    """The rows of each request, of every layer of both pools, once all have drawn so many tokens."""
+    while any(engine.requests[name].generated < tokens for name in names):
+        engine.step()
+    rows = {}
+    for name in names:
+        request = engine.requests[name]
+        count = request.prompt_tokens + tokens - 1
+        pages = torch.tensor(request.lease.pages)
+        numbers = (pages[:, None] * 4 + torch.arange(4)).flatten()[:count]
+        storage = engine.memory.pools.storage
+        rows[name] = [layer[numbers].clone() for pool in storage for layer in storage[pool]]
+    return rows
+
+
+@pytest.mark.parametrize("rows", ["float32", "fp8"])
+def test_a_batch_writes_the_same_bytes_as_each_request_alone(model, monkeypatch, rows):
+    """P32: no row of a request goes to another's pages, however many share the batch."""
+    options = {"latent_rows": rows, "index_rows": rows, "prefix_cache": False, "pages": 96}
+    params = replace(GREEDY, max_tokens=20)
+    engine = make_engine(model, **options)
+    poison_freed_pages(engine, monkeypatch)
+    names = [engine.submit(prompt(length, length), params) for length in LENGTHS]
+    together = rows_after(engine, names, 8)
+    drain(engine)
+    assert_idle(engine)
+    for name, length in zip(names, LENGTHS, strict=True):
+        engine.submit(prompt(length, length), params, name)
+        alone = rows_after(engine, [name], 8)[name]
+        assert all(map(torch.equal, together[name], alone))
+        drain(engine)
+    engine.close()
+
+
+def test_the_order_of_pages_changes_nothing(model, monkeypatch):
+    """P20: pages in any permutation, of both pools alike, give the same tokens and log-probabilities."""
+    answers = []
+    for seed in range(4):
+        engine = make_engine(model, pages=96)
+        poison_freed_pages(engine, monkeypatch)
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(seed)).tolist()
+        engine.memory.pools._free = order if seed else sorted(order)
+        outputs = engine.generate([prompt(length, length) for length in LENGTHS], GREEDY)
+        answers.append([answer(each) for each in outputs])
+        assert_idle(engine)
+        engine.close()
+    assert answers[1:] == answers[:1] * 3
