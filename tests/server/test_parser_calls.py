@@ -1,0 +1,72 @@
+"""Tool calls that are odd, cut off or in odd places."""
+
+import json
+
+import pytest
+
+from megaspan.server.parser import Message, ReplyParser, TextDelta, ToolArgumentsDelta
+from tests.server.replies import TOKENIZER, TOOLS, call, ids, meaning, read, spelled
+
+
+def test_a_call_inside_the_reasoning_ends_it() -> None:
+    """P68: a call that stayed a thought would leave an agent without an answer."""
+    text = "I look.\n" + call("edit", ("path", "p"), line="") + "</think>done"
+    for size in range(1, 7):
+        message = read(ids(text), size, thinking=True)
+        assert meaning(message) == ("I look.", "done", [("edit", {"path": "p"})])
+
+
+def test_a_call_inside_the_reasoning_is_reasoning_without_tools() -> None:
+    message = read(ids("I look <tool_call>edit</tool_call> on</think>done"), thinking=True, tools=())
+    assert message == Message(reasoning="I look edit on", content="done")
+
+
+def test_calls_without_arguments() -> None:
+    """P68: with and without line ends, next to each other, the last one unclosed."""
+    text = (
+        call("get_time") + call("get_time", line="") + "<tool_call>get_time\n<tool_call>get_time</tool_call>"
+    )
+    assert [made.arguments for made in read(ids(text)).tool_calls] == ["{}"] * 4
+
+
+def test_a_truncated_name_makes_no_call() -> None:
+    """P68: `get_time` may have been going to be `get_time_zone`."""
+    parser = ReplyParser(TOKENIZER, TOOLS)
+    events = parser.push(ids("I ask\n<tool_call>get_time")) + parser.finish()
+    assert events == [TextDelta("I ask"), TextDelta("\n")]
+    assert parser.finish_reason is None
+
+
+def test_a_call_without_a_name_is_no_call() -> None:
+    assert not read(
+        ids("<tool_call>\n<arg_key>path</arg_key><arg_value>p</arg_value></tool_call>")
+    ).tool_calls
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_truncated_arguments_stay_valid_json(size: int) -> None:
+    """P68: cut after every token."""
+    whole = ids(call("edit", ("path", 'a"\\é🙂'), ("count", "12"), ("text", "\n")))
+    complete = {"path": 'a"\\é🙂', "count": 12, "text": "\n"}
+    for cut in range(len(whole)):
+        for made in read(whole[:cut], size).tool_calls:
+            arguments = json.loads(made.arguments)
+            assert arguments.keys() <= complete.keys()
+            assert complete["path"].startswith(arguments.get("path", "").rstrip("\ufffd"))
+
+
+def test_strings_stream_while_they_are_written() -> None:
+    """A long file reaches the client as it is written, in fragments that can be closed to valid JSON."""
+    parser = ReplyParser(TOKENIZER, TOOLS)
+    parser.push(ids("<tool_call>edit<arg_key>text</arg_key><arg_value>"))
+    seen = ""
+    for token_id in spelled('def f(x):\n    return "x"\n'):
+        for event in parser.push([token_id]):
+            assert isinstance(event, ToolArgumentsDelta)
+            seen += event.json_fragment
+    assert seen == json.dumps('def f(x):\n    return "x"\n')[1:-1]
+
+
+def test_arguments_that_repeat_keep_the_first() -> None:
+    made = read(ids(call("edit", ("path", "a"), ("path", "b"), ("count", "1")))).tool_calls[0]
+    assert made.arguments == '{"path": "a", "count": 1}'
