@@ -10,11 +10,14 @@ DEMO_PROJECT := httpx==0.28.1
 DEMO_FILE := httpx/_client.py
 DEMO_LINE := 1821
 
-.PHONY: demo test lint format plan bench results clean
+.PHONY: demo serve test lint format plan bench results clean
 
 demo: $(VENV)/run.stamp $(DEMO)/project
 	$(BIN)/megaspan complete --repo $(DEMO)/project --file $(DEMO_FILE) --line $(DEMO_LINE) \
 		--context 32768 --max-tokens 128
+
+serve: $(VENV)/run.stamp
+	$(BIN)/megaspan serve models/span-code
 
 test: lint
 	$(BIN)/python -m pytest

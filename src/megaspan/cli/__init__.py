@@ -1,74 +1,19 @@
 """The `megaspan` command: parses, calls, prints. A command imports what it needs, so that help is quick."""
 
-import errno
-import io
-import json
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
+from megaspan.cli import bench, serve
+from megaspan.cli.shell import MODEL, AsJson, Commands, DType, ModelFolder, Threads, print_json
 from megaspan.errors import UserError
 
-MODEL = Path("models/span-code")
-UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
-UNWRITABLE |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
-
-
-class Commands(TyperGroup):
-    """Bad input of any kind is one line on stderr and exit code 2; the unforeseen keeps its traceback."""
-
-    def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # without UTF-8: escapes, no traceback
-                stream.reconfigure(errors="backslashreplace")
-        try:
-            code = super().main(*args, standalone_mode=False, **kwargs)
-        except UserError as error:
-            _fail(str(error))
-        except OSError as error:
-            # Where a file or folder that the user named does not let itself be used.
-            if error.errno not in UNWRITABLE:
-                raise
-            if error.filename is None:
-                _fail(f"cannot write to standard output: {error.strerror}")
-            _fail(f"cannot use {error.filename}: {error.strerror}")
-        except typer.Abort:
-            sys.exit(130)
-        except Exception as error:
-            # The classes of usage errors are not part of typer's public names; this method is.
-            if not hasattr(error, "format_message"):
-                raise
-            _fail(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
-        else:
-            sys.exit(code if isinstance(code, int) else 0)
-
-
-def _fail(message: str) -> None:
-    print("megaspan:", " ".join(message.split()), file=sys.stderr)
-    sys.exit(2)
-
-
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-bench = typer.Typer(help="Measure megaspan and its peers.")
-app.add_typer(bench, name="bench")
+app.add_typer(bench.app, name="bench")
+app.command()(serve.serve)
 main = app
-
-
-class DType(StrEnum):
-    auto, float32, bfloat16 = "auto", "float32", "bfloat16"
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
-ModelFolder = Annotated[Path, typer.Option(help="Folder of a Hugging Face glm_moe_dsa checkpoint.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads; all cores unless given.")]
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, indent=2))
 
 
 @app.callback(invoke_without_command=True)
@@ -126,7 +71,7 @@ def complete(
     console = Console(stderr=True)
     if as_json:
         completion = job.complete(request, console)
-        _print_json(completion.to_dict())
+        print_json(completion.to_dict())
     else:
         completion = job.complete(request, console, _write)
         if not completion.text.endswith("\n"):
@@ -163,7 +108,7 @@ def plan(
     if plot is not None:
         plans.plot(chosen, plot)
     if as_json:
-        _print_json(result)
+        print_json(result)
     else:
         Console().print(plans.render(result))
 
@@ -185,7 +130,7 @@ def corpus(
         for name, split in documents.items()
     }
     if as_json:
-        _print_json(splits)
+        print_json(splits)
         return
     for name, split in splits.items():
         print(f"{name}: {split['documents']} projects, {split['bytes']:,} bytes, {split['tokens']:,} tokens")
@@ -247,83 +192,6 @@ def evaluate(
 
         result = bits_per_byte(loaded, str(corpus), context, windows, on_progress=advance)
     if as_json:
-        _print_json(result)
+        print_json(result)
     else:
         print(f"{result['bits_per_byte']:.3f} bits per byte over {result['tokens']:,.0f} tokens")
-
-
-@bench.command("cpu")
-def bench_cpu(
-    lengths: Annotated[str, typer.Option(help="Context lengths, by commas.")] = "1024,8192,32768,131072",
-    peers: Annotated[str, typer.Option(help="Peers in the same run, by commas.")] = "transformers,llama.cpp",
-    threads: Annotated[int, typer.Option(min=1, help="Threads of each system.")] = 2,
-    record: Annotated[bool, typer.Option("--record", help="Put the figures into docs/results.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Read and decode on the processor, beside transformers and llama.cpp, in one run."""
-    from rich.console import Console
-
-    from megaspan.bench import cpu
-
-    try:
-        wanted = [int(length) for length in lengths.split(",")]
-    except ValueError:
-        raise UserError(f"--lengths {lengths} is not a list of whole numbers, such as 1024,8192") from None
-    names = [peer for peer in peers.split(",") if peer]
-    result = cpu.run(wanted, names, threads, say=lambda said: print(said, file=sys.stderr))
-    if record:
-        cpu.record(result)
-    if as_json:
-        _print_json(result)
-    else:
-        Console().print(cpu.render(result))
-
-
-@bench.command("model")
-def bench_model(
-    corpus: Annotated[Path, typer.Option(help="Folder that `megaspan corpus` wrote.")],
-    model: ModelFolder = MODEL,
-    windows: Annotated[int, typer.Option(min=1, help="Held-out windows for bits per byte.")] = 100,
-    completions: Annotated[int, typer.Option(min=1, help="Held-out functions to complete.")] = 100,
-    record: Annotated[bool, typer.Option("--record", help="Put the figures into docs/results.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Held-out bits per byte, completions that parse, and speed at 32K of the shipped model."""
-    from megaspan.bench import shipped
-
-    figures = shipped.run(
-        str(model), str(corpus), windows, completions, lambda said: print(said, file=sys.stderr)
-    )
-    if record:
-        options = f"--windows {windows} --completions {completions} --record"
-        shipped.record(figures, f"megaspan bench model --corpus {corpus} {options}")
-    if as_json:
-        _print_json(figures)
-
-
-@bench.command("training")
-def bench_training(
-    recipe: Annotated[Path, typer.Option(help="A TOML recipe.")] = Path("recipes/span-code.toml"),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each stage to time.")] = 10,
-    as_json: AsJson = False,
-) -> None:
-    """Tokens per second and memory of each stage of a training recipe, from fresh weights."""
-    from rich.console import Console
-
-    from megaspan.bench import training
-
-    stages = training.measure(recipe, device, steps, say=lambda said: print(said, file=sys.stderr))
-    if as_json:
-        _print_json({"stages": stages})
-    else:
-        Console().print(training.render(stages))
-
-
-@bench.command("results")
-def bench_results() -> None:
-    """Write the pages of docs/results anew from their figures."""
-    from megaspan.bench.results import write_pages
-
-    for page in write_pages():
-        print(page)

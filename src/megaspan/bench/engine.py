@@ -1,0 +1,183 @@
+"""`megaspan bench engine`: the figures of docs/results/serving, each part on its own or all of them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from megaspan.bench import latency
+from megaspan.bench.results import FOLDER, Row, machine, today, write_rows
+from megaspan.bench.steps import step_work
+from megaspan.cache.pool import PagePools
+from megaspan.config import ModelConfig
+from megaspan.costs.memory import cache_bytes_per_token
+from megaspan.errors import UserError
+from megaspan.model.batch_invariance import set_batch_invariant
+from megaspan.model.folder import LanguageModel, load_folder
+
+Say = Callable[[str], None]
+Figures = list[dict[str, Any]]
+LONG, CONVERSATION, MILLION = 131072, 32768, 1 << 20
+ABOUT = (
+    "Step work: all of an engine's step with a stand-in model whose forward pass takes no time, 64 requests "
+    "decoding, median of 600 steps, PyTorch on one thread. The other figures run span-code in process, "
+    "random prompts, greedy. Budget: the default time of a step that reads prompts, 0.25 s. After eviction: "
+    "every device page was taken and overwritten, so that the prefix had to come from the host. From the "
+    "disk: a new engine on the same folder."
+)
+
+
+def measure_steps(model: LanguageModel, say: Say) -> Figures:
+    """The engine's own work per step at 8K and at 1M tokens."""
+    short, long = (step_work(context, say=say) for context in (8192, MILLION))
+    name = "CPU work of a step outside the forward pass, 64 running requests at"
+    return [
+        _figure(
+            f"{name} 1M tokens",
+            long.median,
+            "µs",
+            target=300,
+            note=f"99th percentile {long.percentile_99:.0f}",
+        ),
+        _figure(
+            f"{name} 8K tokens",
+            short.median,
+            "µs",
+            target=300,
+            note=f"99th percentile {short.percentile_99:.0f}",
+        ),
+        _figure("the same, 1M ÷ 8K", long.median / short.median, "", target=1.2),
+    ]
+
+
+def measure_interference(model: LanguageModel, say: Say) -> Figures:
+    """Decoding and short arrivals while a long prompt is read."""
+    say(f"a prompt of {LONG:,} tokens is read beside a decoding request")
+    seen = latency.interference(model, LONG)
+    return [
+        _figure(
+            "largest gap of a decoding request while a 128K prompt is read",
+            seen.largest_gap,
+            "s",
+            target=2 * seen.budget,
+            note=f"median {seen.median_gap:.3f} s",
+        ),
+        _figure(
+            "a 100-token request arriving in the middle of it, first token (worst of 8)",
+            seen.short_first_token,
+            "s",
+            target=3 * seen.budget,
+        ),
+        _figure("reading that 128K prompt beside them", LONG / seen.reading, "tokens/s", better="higher"),
+    ]
+
+
+def measure_second_turn(model: LanguageModel, say: Say) -> Figures:
+    """The second turn of a conversation, its prefix on the device, on the host, on the disk."""
+    say(f"a conversation of {CONVERSATION:,} tokens, asked again from device, host and disk")
+    seen = latency.second_turn(model, CONVERSATION)
+    name = "second turn of a 32K conversation, time to first token ÷ the first turn's"
+    parts = (
+        ("", seen.device, 5),
+        (", after eviction to host", seen.host, 10),
+        (", from the disk", seen.disk, 25),
+    )
+    return [
+        _figure("first turn of a 32K conversation, time to first token", seen.first, "s"),
+        *(
+            _figure(name + where, 100 * seconds / seen.first, "%", target=target, note=f"{seconds:.2f} s")
+            for where, seconds, target in parts
+        ),
+    ]
+
+
+def measure_streams(model: LanguageModel, say: Say) -> Figures:
+    """Tokens per second of sixteen concurrent requests against one."""
+    say("1 stream, then 16")
+    one, many = (latency.streams(model, count) for count in (1, 16))
+    return [
+        _figure("1 stream", one.tokens_per_second, "tokens/s", better="higher"),
+        _figure("16 concurrent streams", many.tokens_per_second, "tokens/s", better="higher"),
+        _figure(
+            "16 concurrent streams ÷ 1",
+            many.tokens_per_second / one.tokens_per_second,
+            "times",
+            better="higher",
+            target=4,
+        ),
+    ]
+
+
+def measure_invariance(model: LanguageModel, say: Say) -> Figures:
+    """What batch-invariant arithmetic costs."""
+    say("batch-invariant arithmetic against the default")
+    figures = []
+    for name, measure in (
+        ("1 stream", partial(latency.streams, count=1)),
+        ("16 streams", partial(latency.streams, count=16)),
+        ("reading a prompt of 8K", partial(latency.reading, context=8192)),
+    ):
+        rates = []
+        for invariant in (False, True):
+            set_batch_invariant(model, invariant)
+            rates.append(measure(model).tokens_per_second)
+        set_batch_invariant(model, False)
+        figures.append(_figure(f"batch-invariant mode ÷ default, time, {name}", rates[0] / rates[1], "times"))
+    return figures
+
+
+def measure_bytes(model: LanguageModel, say: Say) -> Figures:
+    """Bytes of the pools for each token, against the plan."""
+    config = ModelConfig.preset("glm-5.2")
+    pools = PagePools(config, 1, latent_format="fp8", device="meta")
+    planned = cache_bytes_per_token(config)
+    stored = pools.nbytes / pools.page_size
+    note = f"{stored:,.0f} B of {planned:,} B, glm-5.2 in FP8"
+    return [_figure("pool bytes per token ÷ the plan's", stored / planned, "", target=1, note=note)]
+
+
+PARTS = {
+    "steps": measure_steps,
+    "interference": measure_interference,
+    "second-turn": measure_second_turn,
+    "streams": measure_streams,
+    "invariance": measure_invariance,
+    "bytes": measure_bytes,
+}
+
+
+def run(folder: str, parts: Sequence[str], say: Say) -> list[Row]:
+    """Measure some of PARTS on the model in `folder`."""
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise UserError(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    model = load_folder(folder, "auto", "cpu", LanguageModel)
+    rows = []
+    for part in parts:
+        command = f"megaspan bench engine --parts {part}"
+        rows += [
+            Row(**figure, command=command, machine=machine(), date=today())
+            for figure in PARTS[part](model, say)
+        ]
+    return rows
+
+
+def record(rows: Sequence[Row], folder: Path = FOLDER) -> None:
+    write_rows("serving", rows, folder, ABOUT)
+
+
+def render(rows: Sequence[Row]) -> Table:
+    table = Table()
+    for column in ("figure", "value", "target", "", "best peer", "floor"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row.cells())
+    return table
+
+
+def _figure(
+    name: str, value: float, unit: str, better: str = "lower", target: float | None = None, note: str = ""
+) -> dict[str, Any]:
+    return {"name": name, "value": value, "unit": unit, "better": better, "target": target, "note": note}
