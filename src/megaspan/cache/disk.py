@@ -51,6 +51,11 @@ class DiskTier:
                 f"the disk tier cannot use {folder}: {error.strerror}; choose another folder"
             ) from error
 
+    @property
+    def pages(self) -> int:
+        """How many pages are there."""
+        return len(self._sizes)
+
     def keys(self) -> list[bytes]:
         """Pages there, least recently used first."""
         with self._lock:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ class PagedCache:
     def __init__(self, pools: PagePools, sequences: int, max_pages: int):
         self.pools, self.max_pages = pools, max_pages
         self.starts = torch.full((sequences, max_pages), UNASSIGNED, dtype=torch.int64, device=pools.device)
+        self._array = self.starts.numpy() if self.starts.is_cpu else None
         self._table = RowTable(self.starts, pools.page_size)
         self._capacity = [0] * sequences  # tokens that the assigned pages of each slot can hold
         self._restores: tuple[ReadyMarks, ...] = ()
@@ -51,10 +53,19 @@ class PagedCache:
             raise ValueError(f"slot {slot} would have {stop} pages, but the table holds {self.max_pages}")
         if pages and not 0 <= min(pages) <= max(pages) < self.pools.total_pages:
             raise ValueError(f"slot {slot} is assigned a page outside the {self.pools.total_pages} there are")
-        assigned = torch.tensor(pages, dtype=torch.int64, device=self.starts.device)
-        self.starts[slot, first_index:stop] = assigned * page_size
-        self.starts[slot, stop : self._capacity[slot] // page_size] = UNASSIGNED
+        self._set(slot, first_index, np.array(pages, dtype=np.int64) * page_size)
+        left = self._capacity[slot] // page_size - stop
+        if left > 0:
+            self._set(slot, stop, np.full(left, UNASSIGNED))
         self._capacity[slot] = stop * page_size
+
+    def _set(self, slot: int, first_index: int, entries: np.ndarray) -> None:
+        """Overwrite entries of the table; in main memory without the detour over tensor operations."""
+        place = slice(first_index, first_index + len(entries))
+        if self._array is not None:
+            self._array[slot, place] = entries
+        else:
+            self.starts[slot, place] = torch.from_numpy(entries).to(self.starts.device)
 
     def release(self, slot: int) -> None:
         """Forget the slot's pages."""

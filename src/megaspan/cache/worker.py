@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from megaspan.cache.jobs import Job, RestoreFailed
+from megaspan.ops.threads import use_no_team
 
 
 class Worker:
@@ -63,6 +64,7 @@ class Worker:
 
     @torch.inference_mode()  # pools made in inference mode may be written in it only
     def _loop(self) -> None:
+        use_no_team()
         while (job := self._jobs.get()) is not None:
             if not job.claim():
                 continue

@@ -12,6 +12,7 @@ from megaspan.engine.request import Output, Request
 from megaspan.engine.sampling import SamplingParams
 from megaspan.engine.stats import EngineStats
 from megaspan.errors import UserError
+from megaspan.ops.threads import use_no_team
 from megaspan.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -154,6 +155,7 @@ class AsyncEngine:
     def _run(self) -> None:
         """The engine's thread: a step after the other, asleep while there is nothing to do."""
         assert self._loop is not None
+        use_no_team()
         try:
             while self._await_work():
                 if count := len(self._flushes):

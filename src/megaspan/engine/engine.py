@@ -134,10 +134,10 @@ class Engine:
         self._stuck_since = None
         step = self.runner.build(plan, self.scheduler.slots)
         self.memory.paged.depend_on(plan.restores)
-        running = self.runner.start(step)
+        self.runner.start(step)
         self._prepare()
         try:
-            sampled, seconds = running.result()
+            sampled, seconds = self.runner.finish()
         except RestoreFailed:
             self._recompute(plan)
         except Exception as error:

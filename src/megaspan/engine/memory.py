@@ -63,7 +63,7 @@ class Memory:
             "pages_locked": self.pools.total_pages - self.pools.free_pages - tree.evictable_device(),
             "host_pages_total": tiers.host.total if tiers else 0,
             "host_pages_used": tiers.host.total - tiers.host.free if tiers else 0,
-            "disk_pages_used": len(tiers.disk.keys()) if tiers and tiers.disk else 0,
+            "disk_pages_used": tiers.disk.pages if tiers and tiers.disk else 0,
             "host_hits_total": self.prefixes.restored_tokens,
             "failed_restores_total": self.prefixes.failed_restores,
         }

@@ -1,10 +1,11 @@
 """Runs steps on a thread of its own, so that the next one can be prepared meanwhile."""
 
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from megaspan.engine.sampler import Sampled, Sampler
 from megaspan.engine.slots import Slots
 from megaspan.model.batch import Batch
 from megaspan.model.transformer import Transformer
+from megaspan.ops.threads import give_back_team
 
 
 @dataclass
@@ -38,15 +40,18 @@ class Runner:
     def __init__(self, model: Transformer, cache: PagedCache, sampler: Sampler):
         self.model, self.cache, self.sampler = model, cache, sampler
         self.device = model.lm_head.weight.device
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megaspan-forward")
+        self._work: SimpleQueue[Callable[[], Sampled | None] | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Sampled | None, Exception | None, float]] = SimpleQueue()
+        self._pending = False
+        give_back_team()  # of the thread that loaded the model: the forward thread needs the processors
+        threading.Thread(target=self._loop, name="megaspan-forward", daemon=True).start()
 
     def build(self, plan: Plan, slots: Slots) -> Step:
         """The plan as a batch: decoding requests first, then the chunks."""
         decoding = plan.decoding
-        pieces = [slots.last[decoding]]
-        lengths, past = [1] * len(decoding), slots.cached[decoding].tolist()
-        rows, drawing = list(range(len(decoding))), decoding.tolist()
-        table_rows, end = drawing.copy(), len(decoding)
+        pieces, lengths = [slots.last[decoding]], [1] * len(decoding)
+        past, table_rows, end = slots.cached[decoding].tolist(), decoding.tolist(), len(decoding)
+        last_rows, drawing = [], []  # of the chunks that end their prompts
         for request, count in plan.chunks:
             pieces.append(request.ids(request.computed, request.computed + count))
             lengths.append(count)
@@ -54,13 +59,14 @@ class Runner:
             table_rows.append(request.slot)
             end += count
             if request.remaining == count:
-                rows.append(end - 1)
+                last_rows.append(end - 1)
                 drawing.append(request.slot)
         token_ids = torch.from_numpy(np.concatenate(pieces, dtype=np.int64)).to(self.device)
         batch = Batch(token_ids, tuple(lengths), tuple(past), slots=tuple(table_rows))
-        drawn_slots = np.array(drawing, dtype=np.int64)
-        rows = torch.tensor(rows, dtype=torch.long).to(self.device)
-        return Step(batch, rows, drawn_slots, slots.drawn[drawn_slots], self._masks(drawn_slots, slots))
+        rows = np.concatenate((np.arange(len(decoding)), np.array(last_rows, dtype=np.int64)))
+        drawn = np.concatenate((decoding, np.array(drawing, dtype=np.int64)))
+        masks = self._masks(drawn, slots)
+        return Step(batch, torch.from_numpy(rows).to(self.device), drawn, slots.drawn[drawn], masks)
 
     def _masks(self, drawn: np.ndarray, slots: Slots) -> Tensor | None:
         """Grammar masks int32 [S, ceil(V / 32)] of the slots that are drawn for, if any has a grammar."""
@@ -73,18 +79,43 @@ class Runner:
             grammar.mask(masks[row])
         return masks
 
-    def start(self, step: Step) -> "Future[tuple[Sampled | None, float]]":
-        """Begin the step; the future gives what was drawn (None: nothing was to be) and the seconds taken."""
-        return self._thread.submit(self._timed, self._run, step)
+    def start(self, step: Step) -> None:
+        """Begin the step on the forward thread; `finish` waits for it."""
+        self._begin(partial(self._run, step))
+
+    def finish(self) -> tuple[Sampled | None, float]:
+        """What the step drew (None: nothing was to be) and the seconds it took; raises what it raised."""
+        result, error, seconds = self._done.get()
+        self._pending = False
+        if error is not None:
+            raise error
+        return result, seconds
 
     def warm_up(self) -> None:
         """Run the model once on a few tokens and once on one, and forget it."""
-        self._thread.submit(self._try_out).result()
+        self._begin(self._try_out)
+        self.finish()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._work.put(None)
+
+    def _begin(self, work: Callable[[], Sampled | None]) -> None:
+        if self._pending:  # whoever began it was interrupted before it could finish it
+            self._done.get()
+        self._pending = True
+        self._work.put(work)
 
     @torch.inference_mode()
+    def _loop(self) -> None:
+        """The forward thread. Two plain queues: a future's hand-over takes four times as long."""
+        for work in iter(self._work.get, None):
+            began, result, error = time.perf_counter(), None, None
+            try:
+                result = work()
+            except Exception as raised:
+                error = raised
+            self._done.put((result, error, time.perf_counter() - began))
+
     def _run(self, step: Step) -> Sampled | None:
         hidden = self.model(step.batch, self.cache)
         if not len(step.slots):
@@ -92,15 +123,8 @@ class Runner:
         logits = self.model.unembed(hidden[step.rows])
         return self.sampler.sample(logits, step.slots, step.drawn, step.masks)
 
-    @torch.inference_mode()
     def _try_out(self) -> None:
         for length in (9, 1):
             tokens = torch.zeros(length, dtype=torch.long, device=self.device)
             hidden = self.model(Batch(tokens, (length,), (0,)), TransientCache())
             self.model.unembed(hidden[-1:])
-
-    @staticmethod
-    def _timed(run: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-        began = time.perf_counter()
-        result = run(*arguments)
-        return result, time.perf_counter() - began

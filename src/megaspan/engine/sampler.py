@@ -1,6 +1,5 @@
 """Draws the next token of every request of a step, each as if it were alone."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from megaspan.engine.draws import (
     FIRST_CANDIDATES,
-    FRACTION_BITS,
     LARGEST_VOCABULARY,
     draw,
     draw_ranked,
@@ -18,6 +16,7 @@ from megaspan.engine.draws import (
     uniforms,
 )
 from megaspan.engine.sampling import SamplingParams
+from megaspan.ops.logits import logit_summary
 
 Alternatives = tuple[tuple[int, float], ...]
 
@@ -52,6 +51,7 @@ class Sampler:
             raise ValueError(f"vocab_size is {vocab_size}: at most {LARGEST_VOCABULARY} can be sampled from")
         self.vocab_size, self.slots, self.device = vocab_size, slots, torch.device(device)
         self._greedy = np.ones(slots, dtype=bool)
+        self._plain = np.ones(slots, dtype=bool)  # greedy, with nothing added, counted or reported
         self._constrained = np.zeros(slots, dtype=bool)
         self._penalized = np.zeros(slots, dtype=bool)
         self._biased = np.zeros(slots, dtype=bool)
@@ -104,12 +104,16 @@ class Sampler:
         if params.min_tokens and banned:
             self._banned[slot] = params.min_tokens, np.array(sorted(banned), dtype=np.int64)
         self._biased[slot] = slot in self._biases or slot in self._banned
+        special = (
+            params.penalized or self._biased[slot] or self._constrained[slot] or params.logprobs is not None
+        )
+        self._plain[slot] = params.greedy and not special
         if params.penalized:
             self._count(slot, prompt, generated)
 
     def release(self, slot: int) -> None:
         """Forget the slot's request; a slot without one is greedy."""
-        self._greedy[slot] = True
+        self._greedy[slot] = self._plain[slot] = True
         for flags in (self._constrained, self._penalized, self._biased, self._ranked):
             flags[slot] = False
         self._logprobs[slot] = -1
@@ -133,12 +137,14 @@ class Sampler:
         """
         slots, steps = np.asarray(slots, dtype=np.int64), np.asarray(steps, dtype=np.int64)
         raw_SV = logits_SV[:, : self.vocab_size]
-        best = logits_SV.amax(-1)
-        failed = ~torch.isfinite(best - raw_SV.amin(-1))
+        summary = logit_summary(logits_SV, self.vocab_size)
+        if self._plain[slots].all() and not summary.failed.any():  # nothing but the best tokens is asked for
+            logprobs = (summary.best - summary.log_totals).astype(np.float32)
+            return Sampled(summary.best_ids, logprobs, [None] * len(slots), [])
+        ids, chosen, failed = summary.best_ids, summary.best, summary.failed
         constrained = self._constrained[slots] if masks is not None else np.zeros(len(slots), dtype=bool)
         changed = constrained | self._penalized[slots] | self._biased[slots]
         rows = np.flatnonzero(changed | ~self._greedy[slots])
-        ids = raw_SV.argmax(-1) if len(rows) < len(slots) else torch.empty_like(best, dtype=torch.int64)
         if len(rows):
             at = self._to_device(rows)
             logits_RV = raw_SV[at].double()
@@ -147,10 +153,21 @@ class Sampler:
                 self._penalize(logits_RV, slots[rows])
                 if masks is not None:
                     self._constrain(logits_RV, np.flatnonzero(constrained[rows]), masks, rows)
-            failed[at] |= logits_RV.amax(-1) == -torch.inf
-            ids[at] = self._choose(logits_RV, slots[rows], steps[rows])
-        ids.clamp_(0, self.vocab_size - 1)  # where logits are not finite, an id may be anything
-        return self._report(raw_SV, ids, _log_totals(logits_SV, best), failed, slots)
+            nothing_left = logits_RV.amax(-1) == -torch.inf
+            drawn = self._choose(logits_RV, slots[rows], steps[rows])
+            drawn.clamp_(0, self.vocab_size - 1)  # where logits are not finite, an id may be anything
+            values = raw_SV[at].gather(1, drawn[:, None])[:, 0].double()
+            drawn, chosen[rows], nothing_left = (
+                torch.stack([drawn.double(), values, nothing_left]).cpu().numpy()
+            )
+            ids[rows] = drawn.astype(np.int64)
+            failed[rows] |= nothing_left.astype(bool)
+        top = self._alternatives(raw_SV, summary.log_totals, slots, failed)
+        with np.errstate(invalid="ignore"):  # of failed rows
+            logprobs = np.where(failed, np.nan, chosen - summary.log_totals).astype(np.float32)
+        token_ids = np.where(failed, -1, ids)
+        self._record(slots, token_ids)
+        return Sampled(token_ids, logprobs, top, np.flatnonzero(failed).tolist())
 
     def _choose(self, logits_RV: Tensor, slots: np.ndarray, steps: np.ndarray) -> Tensor:
         """Ids [R] from adjusted float64 logits."""
@@ -215,30 +232,18 @@ class Sampler:
         at = self._to_device(constrained)
         logits_RV[at] = logits_RV[at].masked_fill(~allowed, -torch.inf)
 
-    def _report(
-        self, raw_SV: Tensor, ids: Tensor, log_total: Tensor, failed: Tensor, slots: np.ndarray
-    ) -> Sampled:
-        logprobs = raw_SV.gather(1, ids[:, None])[:, 0].double() - log_total
-        token_ids, chosen, failures = torch.stack([ids.double(), logprobs, failed.double()]).cpu().numpy()
-        bad = failures != 0
-        top = self._alternatives(raw_SV, log_total, slots, bad)
-        token_ids = np.where(bad, -1, token_ids).astype(np.int64)
-        chosen = np.where(bad, np.nan, chosen).astype(np.float32)
-        self._record(slots, token_ids)
-        return Sampled(token_ids, chosen, top, np.flatnonzero(bad).tolist())
-
     def _alternatives(
-        self, raw_SV: Tensor, log_total: Tensor, slots: np.ndarray, bad: np.ndarray
+        self, raw_SV: Tensor, log_totals: np.ndarray, slots: np.ndarray, failed: np.ndarray
     ) -> list[Alternatives | None]:
-        wanted = np.where(bad, -1, np.minimum(self._logprobs[slots], self.vocab_size))
-        top: list[Alternatives | None] = [() if count == 0 else None for count in wanted]
-        rows = np.flatnonzero(wanted > 0)
+        wanted = np.where(failed, -1, np.minimum(self._logprobs[slots], self.vocab_size))
+        top: list[Alternatives | None] = [None] * len(slots)
+        rows = np.flatnonzero(wanted >= 0)
         if not len(rows):
             return top
-        at = self._to_device(rows)
-        raw_RV = raw_SV[at]
+        raw_RV = raw_SV[self._to_device(rows)]
         ids = _ranking(raw_RV, int(wanted.max()))
-        logprobs = raw_RV.gather(1, ids).double() - log_total[at][:, None]
+        values = raw_RV.gather(1, ids).double().cpu().numpy()
+        logprobs = (values - log_totals[rows, None]).astype(np.float32)
         for row, ids_of, logprobs_of in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
             top[row] = tuple(zip(ids_of, logprobs_of, strict=True))[: wanted[row]]
         return top
@@ -269,12 +274,6 @@ class Sampler:
 def _tempered(logits_RV: Tensor, temperature: Tensor) -> Tensor:
     """The weights of the logits divided by the temperatures [R], without a quotient that overflows."""
     return fixed_weights((logits_RV - logits_RV.amax(-1, keepdim=True)) / temperature[:, None])
-
-
-def _log_totals(logits_SV: Tensor, best: Tensor) -> Tensor:
-    """float64 [S]: the log of the sum of exponentials of each row, whose greatest logit is `best`."""
-    total = fixed_weights(logits_SV - best[:, None]).sum(-1).double()
-    return total.log() - FRACTION_BITS * math.log(2) + best
 
 
 def _ranking(logits_RV: Tensor, count: int) -> Tensor:

@@ -86,12 +86,14 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
-        command = [compiler, *_flags(), str(source), "-o", str(built), *_openmp_of_torch(), "-lm"]
+        runtime = openmp_of_torch()
+        openmp = [str(runtime), f"-Wl,-rpath,{runtime.parent}"] if runtime is not None else []
+        command = [compiler, *_flags(), str(source), "-o", str(built), *openmp, "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True)
         built.replace(library)  # atomic: another process sees a whole library or none
 
 
-def _openmp_of_torch() -> list[str]:
-    """Link PyTorch's own OpenMP runtime: two thread pools in one process would fight for the cores."""
+def openmp_of_torch() -> Path | None:
+    """PyTorch's OpenMP runtime, which the libraries link: two in one process would fight for the cores."""
     runtimes = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return [str(runtimes[0]), f"-Wl,-rpath,{runtimes[0].parent}"] if runtimes else []
+    return runtimes[0] if runtimes else None
