@@ -168,10 +168,10 @@ def test_clients_that_disconnect_abort_their_requests():
                 connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
                 if body.get("stream"):
                     assert b"data:" in connection.recv(100_000) + connection.recv(100_000)
-                wait_until(lambda: engine.running)
-                running = len(engine.running)
+                expected = body.get("n", len(body.get("prompt", "x")))
+                wait_until(lambda count=expected: len(engine.running) == count)
             wait_until(lambda: not engine.running)
-            assert len(engine.aborted) == running == body.get("n", len(body.get("prompt", "x")))
+            assert len(engine.aborted) == expected
             wait_until(lambda: not app.state.service.running)
 
 

@@ -136,7 +136,7 @@ class Tiers:
     def _restored(self, job: Restore) -> None:
         self._let_go(job)
         if job.error is None:
-            self.policy.measured(len(job.pages) * self.host.page_bytes, job.seconds)
+            self.policy.measured(job.usable * self.host.page_bytes, job.seconds)
 
     def _let_go(self, job: Restore) -> None:
         for node in self._restores.pop(job, []):

@@ -85,10 +85,9 @@ class Engine:
         """Queue a prepared request. Overloaded when too many are queued, UserError for an id that runs."""
         if len(self.requests) >= self.config.max_waiting + self.config.max_running:
             raise Overloaded(f"{len(self.requests)} requests are running or waiting: try again later")
-        if request.id in self.requests:
-            raise UserError(f"a request {request.id!r} is running already: choose another id")
         request.weights_version = self.weights_version
-        self.requests[request.id] = request
+        if self.requests.setdefault(request.id, request) is not request:
+            raise UserError(f"a request {request.id!r} is running already: choose another id")
         self._arrivals.append(request)
 
     def abort(self, request_id: str) -> bool:
@@ -300,7 +299,7 @@ class Engine:
         """A snapshot; may be called from any thread, and is then not exact."""
         scheduler, counters = self.scheduler, self.counters
         return EngineStats(
-            running=len(scheduler.reading) + len(scheduler.slots.decoding),
+            running=len(scheduler.reading) + int(np.count_nonzero(scheduler.slots.is_decoding)),
             waiting=len(scheduler.waiting) + len(self._arrivals),
             loading=len(scheduler.loading),
             preempted_total=counters.preempted,

@@ -26,6 +26,8 @@ NAMED_TOKEN = re.compile(r"<\[(\d{1,9})\]>")
 # Stands for the end in llguidance's vocabulary, which must have at least one special token.
 END_NAME = b"<|end|>"
 
+STARTING = threading.Lock()  # a stack size is set for all threads of the process that start meanwhile
+
 
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, and keeps the last ones by their text. Threads may share it."""
@@ -36,7 +38,6 @@ class GrammarCompiler:
         self.vocabulary = _Vocabulary(tokenizer, sorted(set(eos_token_ids)))
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
-        self._starting = threading.Lock()  # the stack size is set for all threads that start meanwhile
 
     def compile(self, grammar: Grammar) -> "GrammarState":
         """A fresh state of the grammar.
@@ -63,7 +64,7 @@ class GrammarCompiler:
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         """Compile on a stack that no allowed text can overflow: llguidance recurses, unguarded."""
         outcome: list[LLMatcher | str] = []
-        with self._starting:
+        with STARTING:
             usual = threading.stack_size(COMPILER_STACK)
             thread = threading.Thread(target=lambda: outcome.append(self._attempt(grammar)), daemon=True)
             thread.start()

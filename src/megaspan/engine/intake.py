@@ -2,6 +2,7 @@
 
 import itertools
 import secrets
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ class Intake:
         self.config, self.max_context, self.tokenizer = config, max_context, tokenizer
         self._order = itertools.count()
         self._grammars: GrammarCompiler | None = None
+        self._building = threading.Lock()
 
     def prepare(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None) -> Request:
         """Takes a while for a long prompt or a large grammar. UserError for what cannot be served."""
@@ -55,9 +57,11 @@ class Intake:
     def _compiler(self) -> "GrammarCompiler":
         from megaspan.engine.grammar import GrammarCompiler  # its library is needed for nothing else
 
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self._required_tokenizer("a grammar"), self.config.eos_token_id)
-        return self._grammars
+        tokenizer = self._required_tokenizer("a grammar")
+        with self._building:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(tokenizer, self.config.eos_token_id)
+            return self._grammars
 
     def _required_tokenizer(self, purpose: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -215,6 +215,7 @@ class Scheduler:
         """
         self.counters.preempted += 1
         self._vacate(request)
+        request.computed = request.missing = 0
         self.add(request)
 
     def _vacate(self, request: Request) -> None:
