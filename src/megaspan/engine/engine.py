@@ -1,5 +1,6 @@
 """The engine: many requests over one model and one cache, a step at a time."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from megaspan.engine.stats import Counters, EngineStats, Rate
 from megaspan.errors import Overloaded, UserError
 from megaspan.model.folder import LanguageModel
 from megaspan.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -140,6 +143,7 @@ class Engine:
         except RestoreFailed:
             self._recompute(plan)
         except Exception as error:
+            log.exception("a step failed")
             # A step that fails must not take the engine with it: its requests end, the others go on.
             self._fail(plan, f"the step failed: {error}")
         else:

@@ -156,17 +156,23 @@ def _in_call_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ordered: list[dict[str, Any]] = []
     ranks: dict[Any, int] = {}
     first = 0  # where the results of the last calls begin
+
+    def settle() -> None:
+        results = ordered[first:]
+        ids = [result.get("tool_call_id") for result in results]
+        if all(isinstance(name, str) and name in ranks for name in ids):
+            ordered[first:] = sorted(results, key=lambda result: ranks[result["tool_call_id"]])
+
     for message in messages:
         if message["role"] != "tool":
+            settle()
             calls = message.get("tool_calls", [])
             ranks = {call["id"]: rank for rank, call in enumerate(calls) if isinstance(call["id"], str)}
             ordered.append(message)
             first = len(ordered)
             continue
         ordered.append(message)
-        results = ordered[first:]
-        if all(result.get("tool_call_id") in ranks for result in results):
-            ordered[first:] = sorted(results, key=lambda result: ranks[result["tool_call_id"]])
+    settle()
     return ordered
 
 

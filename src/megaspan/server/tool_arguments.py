@@ -67,7 +67,11 @@ def typed_value(text: str, types: set[str] | None) -> str:
     Where no type fits, JSON goes through as it is: the tool's own check says more than a guess would.
     """
     try:
-        kind = _kind(json.loads(text, parse_constant=_refuse))
+        value = json.loads(text, parse_constant=_refuse)
+        json.dumps(
+            value, allow_nan=False, ensure_ascii=False
+        ).encode()  # neither 1e999 nor half a surrogate pair
+        kind = _kind(value)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     allowed = types is None or kind in types or (kind == "integer" and "number" in types)
