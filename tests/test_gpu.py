@@ -272,4 +272,4 @@ def test_a_training_step_is_that_of_the_cpu(
         assert actual[0][name] == pytest.approx(expected[0][name], rel=slack, abs=1e-5), name
     for name in set(expected[0]) & {"loss", "index_loss"}:
         # A GPU orthogonalises in bf16, so the steps themselves are a little different.
-        assert actual[2][name] == pytest.approx(expected[2][name], rel=5e-2), name
+        assert actual[2][name] == pytest.approx(expected[2][name], rel=3e-2), name

@@ -165,10 +165,8 @@ def test_a_loader_that_never_returns_is_done_without(model, make):
     assert_idle(engine)
 
 
-def test_a_restore_that_fails_between_two_steps_is_not_read(model, make):
-    """P39, P47: failed and over before the step that would wait for it; its pages hold poison."""
-    engine = make()
-    on_host(engine)
+def failing_at_the_second_layer(engine):
+    """Restores fail there, once they are let go: (they have come so far, let them go)."""
     reached, go = threading.Event(), threading.Event()
 
     def fail(job, segment):
@@ -178,6 +176,14 @@ def test_a_restore_that_fails_between_two_steps_is_not_read(model, make):
             raise OSError("injected")
 
     engine.memory.tiers.transfers.before_segment = fail
+    return reached, go
+
+
+def test_a_restore_that_fails_between_two_steps_is_not_read(model, make):
+    """P39, P47: failed and over before the step that would wait for it; its pages hold poison."""
+    engine = make()
+    on_host(engine)
+    reached, go = failing_at_the_second_layer(engine)
     engine.submit(IDS, GREEDY, "one")
     engine._receive()
     engine.scheduler.admit()
@@ -197,15 +203,7 @@ def test_rows_of_a_failed_restore_are_not_published_by_an_abort(model, make):
     """P39, P61: who is aborted before it noticed leaves no rows behind that others would find."""
     engine = make()
     on_host(engine)
-    reached, go = threading.Event(), threading.Event()
-
-    def fail(job, segment):
-        if isinstance(job, Restore) and segment.layer == 1:
-            reached.set()
-            assert go.wait(BOUND)
-            raise OSError("injected")
-
-    engine.memory.tiers.transfers.before_segment = fail
+    reached, go = failing_at_the_second_layer(engine)
     engine.submit(IDS, GREEDY, "one")
     engine._receive()
     engine.scheduler.admit()

@@ -170,9 +170,7 @@ class PrefixTree:
         node.page = NOWHERE
         self.device_pages -= 1
         parent.device_children -= 1
-        parent.used = max(parent.used, node.used)
-        self._queue(parent)
-        self._prune(node)
+        self._left(node, parent)
         return page
 
     def set_host(self, node: Node, slot: int) -> None:
@@ -193,9 +191,7 @@ class PrefixTree:
         node.host = NOWHERE
         self.host_pages -= 1
         parent.host_children -= 1
-        parent.used = max(parent.used, node.used)
-        self._queue(parent)
-        self._prune(node)
+        self._left(node, parent)
         return slot
 
     def clear(self, version: str | None = None) -> tuple[list[int], list[int]]:
@@ -242,6 +238,12 @@ class PrefixTree:
     def _touch(self, node: Node) -> None:
         self._clock += 1
         node.used = self._clock
+
+    def _left(self, node: Node, parent: Node) -> None:
+        """The node has left a tier: its stamp goes to its parent, which may be a leaf there now."""
+        parent.used = max(parent.used, node.used)
+        self._queue(parent)
+        self._prune(node)
 
     def _queue(self, node: Node) -> None:
         self._device_leaves.add(node)

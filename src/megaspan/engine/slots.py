@@ -10,7 +10,7 @@ class Slots:
 
     cached: tokens with rows in the cache. room: tokens that the assigned pages hold. last: the newest token,
     not yet read. drawn: tokens drawn so far. limit: how many may be. stops: ids that end it, -1 padded.
-    special: whether the drawn token needs more than these arrays (a grammar, stop strings, an abort).
+    special: whether the drawn token needs more than these arrays (a grammar, stop strings, many stop ids).
     """
 
     STOPS = 8  # ids a slot holds here; a request with more of them is special

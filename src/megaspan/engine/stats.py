@@ -56,8 +56,6 @@ class Counters:
     preempted: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
-    host_hits: int = 0
-    failed_restores: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0
