@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from megaspan.config import ModelConfig
 from megaspan.engine.engine import Engine
 from megaspan.engine.request import Output, Request
 from megaspan.engine.sampling import SamplingParams
@@ -75,10 +74,6 @@ class AsyncEngine:
         return self.engine.tokenizer
 
     @property
-    def config(self) -> ModelConfig:
-        return self.engine.model_config
-
-    @property
     def max_context(self) -> int:
         """Most tokens of a request, prompt and completion together."""
         return self.engine.max_context
@@ -104,7 +99,7 @@ class AsyncEngine:
             self._wake.notify()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, 10.0)
-        self.engine.close()
+        await asyncio.to_thread(self.engine.close)  # what is saved then may take seconds
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams | None = None, request_id: str | None = None

@@ -13,12 +13,13 @@ from megaspan.engine.intake import Intake
 from megaspan.engine.memory import Memory
 from megaspan.engine.pace import StepCost
 from megaspan.engine.plan import Plan
-from megaspan.engine.request import Ending, Output, Request, State
-from megaspan.engine.runner import Runner, Step
-from megaspan.engine.sampler import Sampled, Sampler
+from megaspan.engine.request import Ending, Output, Request, State, failure
+from megaspan.engine.results import Results
+from megaspan.engine.runner import Runner
+from megaspan.engine.sampler import Sampler
 from megaspan.engine.sampling import SamplingParams
 from megaspan.engine.scheduler import Scheduler
-from megaspan.engine.stats import Counters, EngineStats, Rate
+from megaspan.engine.stats import Counters, EngineStats
 from megaspan.errors import Overloaded, UserError
 from megaspan.model.folder import LanguageModel
 from megaspan.tokenizer import Tokenizer
@@ -57,12 +58,10 @@ class Engine:
             self._enter,
             self._leave,
         )
-        self.weights_version = self.config.weights_version
-        self.requests: dict[str, Request] = {}
+        self.results = Results(self.scheduler, self.counters)
+        self.requests = self.results.requests
         self._arrivals: deque[Request] = deque()
         self._aborts: deque[Request] = deque()
-        self._outputs: list[Output] = []
-        self._rate = Rate()
         self._stuck_since: float | None = None
 
     # ---- requests
@@ -88,7 +87,6 @@ class Engine:
         """Queue a prepared request. Overloaded when too many are queued, UserError for an id that runs."""
         if len(self.requests) >= self.config.max_waiting + self.config.max_running:
             raise Overloaded(f"{len(self.requests)} requests are running or waiting: try again later")
-        request.weights_version = self.weights_version
         if self.requests.setdefault(request.id, request) is not request:
             raise UserError(f"a request {request.id!r} is running already: choose another id")
         self._arrivals.append(request)
@@ -125,33 +123,35 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run one step; returns what it added to requests. Waits a moment where only transfers go on."""
-        self._receive()
         self._obey_aborts()
-        self.memory.prefixes.poll()
-        self.scheduler.admit()
+        self._prepare()
         plan = self.scheduler.plan()
         if plan is None:
             self._wait()
-            return self._take_outputs()
+            return self.results.take()
         self._stuck_since = None
-        step = self.runner.build(plan, self.scheduler.slots)
-        self.memory.paged.depend_on(plan.restores)
-        self.runner.start(step)
-        self._prepare()
         try:
-            sampled, seconds = self.runner.finish()
+            self._carry_out(plan)
         except RestoreFailed:
             self._recompute(plan)
         except Exception as error:
             log.exception("a step failed")
+            self.runner.settle()
             # A step that fails must not take the engine with it: its requests end, the others go on.
-            self._fail(plan, f"the step failed: {error}")
-        else:
-            self._apply(plan, step, sampled, seconds)
-        return self._take_outputs()
+            self.results.fail(plan.requests(self.scheduler.slots), f"the step failed: {error}")
+        return self.results.take()
+
+    def _carry_out(self, plan: Plan) -> None:
+        step = self.runner.build(plan, self.scheduler.slots)
+        self.memory.paged.depend_on(plan.restores)
+        self.runner.start(step)
+        self._prepare()
+        sampled, seconds = self.runner.finish()
+        self._measure(plan, seconds)
+        self.results.record(plan, step, sampled)
 
     def _prepare(self) -> None:
-        """What the next step needs and the current one does not touch, done while it computes."""
+        """What a step needs and the one before it does not touch: done while that computes."""
         self._receive()
         self.memory.prefixes.poll()
         self.scheduler.admit()
@@ -166,7 +166,7 @@ class Engine:
         while self._aborts:
             request = self._aborts.popleft()
             if request.state is not State.finished:
-                self._finish(request, Ending("abort"))
+                self.results.finish(request, Ending("abort"))
 
     def _wait(self) -> None:
         """Nobody can run: transfers will end in a moment, or a request can never be served."""
@@ -177,7 +177,7 @@ class Engine:
             self._stuck_since = now
         stuck = [*scheduler.waiting, *scheduler.reading]
         if stuck and now - self._stuck_since > 2 * self.config.load_timeout:
-            self._finish(stuck[0], Ending("error", error="no memory came free for the request in time"))
+            self.results.finish(stuck[0], failure("no memory came free for the request in time", "memory"))
             self._stuck_since = now
         time.sleep(0.0005)
 
@@ -190,79 +190,6 @@ class Engine:
                 and request.lease.restore.error
             ):
                 self.scheduler.give_up_restore(request)
-
-    def _fail(self, plan: Plan, error: str) -> None:
-        slots = self.scheduler.slots
-        requests = [slots.requests[slot] for slot in plan.decoding.tolist()]
-        for request in (*requests, *(request for request, _ in plan.chunks)):
-            if request is not None:
-                self._finish(request, Ending("error", error=error))
-
-    def _apply(self, plan: Plan, step: Step, sampled: Sampled | None, seconds: float) -> None:
-        """Note what the step read and drew."""
-        self._measure(plan, seconds)
-        self.scheduler.advance(plan)
-        for request, _ in plan.chunks:
-            if request.remaining == 0:
-                self.scheduler.begin_decoding(request)
-        if sampled is None:
-            return
-        slots, drawn = self.scheduler.slots, step.slots
-        slots.last[drawn] = sampled.token_ids
-        slots.drawn[drawn] += 1
-        stopped = (slots.stops[drawn] == sampled.token_ids[:, None]).any(1)
-        ended = stopped | (slots.drawn[drawn] >= slots.limit[drawn]) | slots.special[drawn]
-        ended[sampled.failed] = True
-        outputs, requests = [], slots.requests
-        columns = zip(drawn.tolist(), sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True)
-        for slot, token_id, logprob in columns:
-            request = requests[slot]
-            assert request is not None
-            request.tokens.append(token_id)
-            outputs.append(Output(request.id, (token_id,), (logprob,)))
-        self._add_alternatives(outputs, sampled)
-        self._outputs.extend(outputs)
-        self.counters.generation_tokens += len(outputs) - len(sampled.failed)
-        self._rate.add(time.monotonic(), len(outputs))
-        for row in np.flatnonzero(ended).tolist():
-            request = requests[drawn[row]]
-            assert request is not None
-            self._check_end(request, outputs[row], row in sampled.failed)
-
-    @staticmethod
-    def _add_alternatives(outputs: list[Output], sampled: Sampled) -> None:
-        if any(top is not None for top in sampled.top):
-            for output, top in zip(outputs, sampled.top, strict=True):
-                output.top_logprobs = None if top is None else (top,)
-
-    def _check_end(self, request: Request, output: Output, failed: bool) -> None:
-        """Whether the token just drawn ends the request, and how."""
-        ending = None if failed else request.ending(output.token_ids[0])
-        if failed:
-            request.tokens.pop()
-            output.token_ids, output.logprobs, output.top_logprobs = (), (), None
-            ending = Ending(
-                "error", error="the model's logits are not finite, or the grammar leaves no token"
-            )
-        if ending is not None:
-            self._finish(request, ending, output)
-
-    def _finish(self, request: Request, ending: Ending, into: Output | None = None) -> None:
-        """The request leaves, with a last output, or in the one that it has just been given."""
-        output = into or Output(request.id)
-        output.finish_reason, output.stop_reason, output.error = (
-            ending.reason,
-            ending.stop_reason,
-            ending.error,
-        )
-        output.prompt_tokens, output.completion_tokens = request.prompt_tokens, request.generated
-        output.cached_tokens = max(request.cached_tokens, 0)
-        output.weights_version = request.weights_version
-        if into is None:
-            self._outputs.append(output)
-        self.scheduler.remove(request)
-        del self.requests[request.id]
-        self.counters.requests[ending.reason] += 1
 
     def _measure(self, plan: Plan, seconds: float) -> None:
         self.counters.steps += 1
@@ -285,15 +212,17 @@ class Engine:
         self.sampler.release(request.slot)
         self.scheduler.slots.leave(request)
 
-    def _take_outputs(self) -> list[Output]:
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
     # ---- the whole
 
+    @property
+    def weights_version(self) -> str:
+        return self.scheduler.weights_version
+
     def set_weights_version(self, version: str) -> None:
-        """From now on requests share prefixes only with others of this version: for after a weight change."""
-        self.weights_version = version
+        """For after a weight change: requests that begin to be read from now on share prefixes only with
+        others of this version. Those that run go on with the rows they have, and share no more of them.
+        """
+        self.scheduler.weights_version = version
 
     def flush_cache(self) -> int:
         """Forget the prefixes that no request uses, on device and host; returns the device pages freed."""
@@ -313,7 +242,7 @@ class Engine:
             generation_tokens_total=counters.generation_tokens,
             requests_total=dict(counters.requests),
             steps_total=counters.steps,
-            tokens_per_second=self._rate.at(time.monotonic()),
+            tokens_per_second=self.results.rate.at(time.monotonic()),
             weights_version=self.weights_version,
             **self.memory.stats(),
         )

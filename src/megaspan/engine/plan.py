@@ -13,6 +13,7 @@ import numpy as np
 from megaspan.cache.transfer import Restore
 from megaspan.engine.pace import StepCost
 from megaspan.engine.request import Request
+from megaspan.engine.slots import Slots
 
 LEAST_CHUNK = 16  # tokens: a smaller one costs as much
 
@@ -32,6 +33,11 @@ class Plan:
     def pairs(self) -> float:
         """Σ over the chunks' tokens of the cached tokens each may meet."""
         return sum(count * (request.computed + count / 2) for request, count in self.chunks)
+
+    def requests(self, slots: Slots) -> list[Request]:
+        """Who takes part."""
+        decoding = [slots.requests[slot] for slot in self.decoding.tolist()]
+        return [*(request for request in decoding if request), *(request for request, _ in self.chunks)]
 
     @cached_property
     def restores(self) -> list[Restore]:

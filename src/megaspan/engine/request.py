@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from megaspan.engine.grammar import GrammarState
     from megaspan.engine.stops import StopStrings
 
+ErrorKind = Literal["internal", "grammar", "memory"]
+
 
 @dataclass(slots=True)
 class Output:
@@ -23,8 +25,10 @@ class Output:
 
     logprobs: natural logarithms under the model's own distribution, of each token. top_logprobs: for
     each token the likeliest ids with theirs, where asked for. finish_reason: "stop", "length", "abort" or
-    "error"; stop_reason: the token id or string that stopped it. Made at every step of every request, so
-    it is not frozen: that would cost three times as much to construct.
+    "error"; stop_reason: the token id or string that stopped it. error, error_kind: what went wrong, and
+    whether in the request's own grammar, for want of memory, or in the engine. weights_version: of the
+    weights when it last began to be read. Made at every step of every request, so it is not frozen: that
+    would cost three times as much to construct.
     """
 
     request_id: str
@@ -34,6 +38,7 @@ class Output:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    error_kind: ErrorKind | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -47,6 +52,11 @@ class Ending:
     reason: str
     stop_reason: int | str | None = None
     error: str | None = None
+    error_kind: ErrorKind | None = None
+
+
+def failure(error: str, kind: ErrorKind = "internal") -> Ending:
+    return Ending("error", error=error, error_kind=kind)
 
 
 class State(Enum):
@@ -89,10 +99,11 @@ class Request:
         self.grammar: GrammarState | None = None
         self.stops: StopStrings | None = None
         # While it waits: who is computing its prefix, and how much of it; tree nodes that are being brought
-        # up for others; how many pages it lacked when it was last tried.
+        # up for others; how many pages it lacked when it was last tried, and how many had been published
+        # then: since, others can have computed no more of its prefix than what was published after that.
         self.behind: tuple[Request, int] | None = None
         self.awaited: list[Node] = []
-        self.missing = 0
+        self.missing = self.tried_at = 0
         self.weights_version = ""
 
     @property
@@ -109,7 +120,7 @@ class Request:
         if token_id in self.stop_ids:
             return Ending("stop", token_id)
         if self.grammar is not None and not self.grammar.accept(token_id):
-            return Ending("error", error="the grammar refused the token")
+            return failure("the grammar refused the token", "grammar")
         matched = self.stops.push(token_id) if self.stops is not None else None
         if matched is not None:
             return Ending("stop", matched)

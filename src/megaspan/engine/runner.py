@@ -99,9 +99,14 @@ class Runner:
     def close(self) -> None:
         self._work.put(None)
 
-    def _begin(self, work: Callable[[], Sampled | None]) -> None:
-        if self._pending:  # whoever began it was interrupted before it could finish it
+    def settle(self) -> None:
+        """Wait for a step that was begun and will not be finished: until it ends it writes to its pages."""
+        if self._pending:
             self._done.get()
+            self._pending = False
+
+    def _begin(self, work: Callable[[], Sampled | None]) -> None:
+        self.settle()
         self._pending = True
         self._work.put(work)
 
@@ -119,6 +124,8 @@ class Runner:
     def _run(self, step: Step) -> Sampled | None:
         hidden = self.model(step.batch, self.cache)
         if not len(step.slots):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # nothing else waits for it, and its time is taken
             return None
         logits = self.model.unembed(hidden[step.rows])
         return self.sampler.sample(logits, step.slots, step.drawn, step.masks)

@@ -28,13 +28,14 @@ class Sampled:
     token_ids: int64 [S], -1 where the row failed. logprobs: float32 [S], the natural log-probability of the
     token in the model's own distribution, NaN where the row failed. top: for each row that asked, its
     alternatives (id, log-probability), best first; None for the others. failed: the rows whose logits are not
-    finite or for which nothing was left to draw.
+    finite or for which nothing was left to draw. exhausted: the latter, where the logits were sound.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     top: list[Alternatives | None]
     failed: list[int]
+    exhausted: list[int]
 
 
 class Sampler:
@@ -140,8 +141,9 @@ class Sampler:
         summary = logit_summary(logits_SV, self.vocab_size)
         if self._plain[slots].all() and not summary.failed.any():  # nothing but the best tokens is asked for
             logprobs = (summary.best - summary.log_totals).astype(np.float32)
-            return Sampled(summary.best_ids, logprobs, [None] * len(slots), [])
+            return Sampled(summary.best_ids, logprobs, [None] * len(slots), [], [])
         ids, chosen, failed = summary.best_ids, summary.best, summary.failed
+        exhausted = np.zeros(len(slots), dtype=bool)
         constrained = self._constrained[slots] if masks is not None else np.zeros(len(slots), dtype=bool)
         changed = constrained | self._penalized[slots] | self._biased[slots]
         rows = np.flatnonzero(changed | ~self._greedy[slots])
@@ -161,13 +163,15 @@ class Sampler:
                 torch.stack([drawn.double(), values, nothing_left]).cpu().numpy()
             )
             ids[rows] = drawn.astype(np.int64)
-            failed[rows] |= nothing_left.astype(bool)
+            exhausted[rows] = nothing_left.astype(bool) & ~failed[rows]
+            failed = failed | exhausted
         top = self._alternatives(raw_SV, summary.log_totals, slots, failed)
         with np.errstate(invalid="ignore"):  # of failed rows
             logprobs = np.where(failed, np.nan, chosen - summary.log_totals).astype(np.float32)
         token_ids = np.where(failed, -1, ids)
         self._record(slots, token_ids)
-        return Sampled(token_ids, logprobs, top, np.flatnonzero(failed).tolist())
+        rows_failed, rows_exhausted = np.flatnonzero(failed).tolist(), np.flatnonzero(exhausted).tolist()
+        return Sampled(token_ids, logprobs, top, rows_failed, rows_exhausted)
 
     def _choose(self, logits_RV: Tensor, slots: np.ndarray, steps: np.ndarray) -> Tensor:
         """Ids [R] from adjusted float64 logits."""

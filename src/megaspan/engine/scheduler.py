@@ -35,11 +35,13 @@ class Scheduler:
     ):
         self.config, self.prefixes, self.paged = config, prefixes, paged
         self.cost, self.counters = cost, counters
+        self.weights_version = config.weights_version
         self.slots = Slots(config.max_running)
         self.waiting: deque[Request] = deque()  # by arrival
         self.loading: list[Request] = []
         self.reading: list[Request] = []  # by arrival
         self._enter, self._leave = enter, leave
+        self._published = 0  # pages, since the start
 
     # ---- arrivals and departures
 
@@ -65,25 +67,28 @@ class Scheduler:
         Who waits keeps no lease: it would lock pages that the others need.
         """
         self._begin_loaded()
-        for request in list(islice(self.waiting, LOOK_AHEAD)):
-            if not self.slots.free:
+        if not self.slots.free:
+            return
+        ready = (request for request in list(self.waiting) if not waits_for_others(request))
+        for request in islice(ready, LOOK_AHEAD):
+            if not self.slots.free or not self._try_to_seat(request):
                 return
-            if waits_for_others(request):
-                continue
-            if not self._has_room(request.missing):  # it cannot need less than when it was last tried
-                return
-            lease = open_lease(self.prefixes, request, (*self.reading, *self.loading))
-            if lease is None:
-                continue
-            request.missing = self._pages(request) - len(lease.pages)
-            if not self._has_room(request.missing):
-                self.prefixes.close(lease)
-                return
-            restoring = self.prefixes.begin_restore(lease)
-            if restoring is None:
-                self.prefixes.close(lease)
-                return
-            self._seat(request, lease, restoring)
+
+    def _try_to_seat(self, request: Request) -> bool:
+        """Give it a slot and its prefix; False where it has no room, which nobody after it is to take."""
+        if not self._has_room(request.missing - (self._published - request.tried_at)):
+            return False
+        request.weights_version, request.tried_at = self.weights_version, self._published
+        lease = open_lease(self.prefixes, request, (*self.reading, *self.loading))
+        if lease is None:
+            return True
+        request.missing = self._pages(request) - len(lease.pages)
+        restoring = self.prefixes.begin_restore(lease) if self._has_room(request.missing) else None
+        if restoring is None:
+            self.prefixes.close(lease)
+            return False
+        self._seat(request, lease, restoring)
+        return True
 
     def _seat(self, request: Request, lease: Lease, restoring: bool) -> None:
         self.waiting.remove(request)
@@ -130,8 +135,6 @@ class Scheduler:
         self.slots.cached[request.slot] = request.computed
         if request.cached_tokens < 0:
             request.cached_tokens = request.computed
-            self.counters.prefix_queries += request.prompt_tokens
-            self.counters.prefix_hits += request.computed
         request.state = State.reading
         insort(self.reading, request, key=lambda one: one.order)
 
@@ -248,21 +251,26 @@ class Scheduler:
             self.publish(request)
 
     def begin_decoding(self, request: Request) -> None:
-        """Its prompt has been read and its first token drawn."""
+        """Its prompt has been read and its next token drawn, its first unless it was preempted."""
+        if not request.generated:
+            self.counters.prefix_queries += request.prompt_tokens
+            self.counters.prefix_hits += request.cached_tokens
         self.reading.remove(request)
         request.state = State.decoding
         self.slots.set_decoding(request.slot, True)
 
     def publish(self, request: Request) -> None:
-        """Hand the request's full pages to the tree."""
+        """Hand the request's full pages to the tree, unless the weights changed while they were computed."""
         lease = request.lease
-        if lease is None or request.slot < 0:
+        if lease is None or request.slot < 0 or request.weights_version != self.weights_version:
             return
         size = self.prefixes.page_size
         full = int(self.slots.cached[request.slot]) // size
         if full > lease.published and request.state in (State.reading, State.decoding):
-            tokens = request.ids(lease.published * size, full * size)
+            before = lease.published
+            tokens = request.ids(before * size, full * size)
             swaps = self.prefixes.publish(lease, tokens)
+            self._published += lease.published - before
             if swaps:  # the pages behind them stay assigned
                 first = swaps[0][0]
                 self.paged.assign(request.slot, first, lease.pages[first:])
