@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 
 from megaspan.bench.random_checkpoint import write_random_checkpoint
 from megaspan.cli import app
+from megaspan.cli.shell import SPIN_COUNT
 from megaspan.complete import memory
 from megaspan.config import ModelConfig
+from megaspan.errors import UserError
 from megaspan.tokenizer import byte_alphabet
 
 
@@ -234,6 +236,37 @@ def test_context_beyond_the_model(model: Path, repo: Path) -> None:
 )
 def test_usage_errors_are_one_line(arguments: list[str], message: str) -> None:
     assert message in refused(*arguments)
+
+
+def test_fields_of_a_config_are_told_as_the_options_that_set_them() -> None:
+    """Those of the command only: `vocab_size` is an option of `tokenizer`, and a field of a config.json."""
+    assert "--shared-share is 3.0" in refused("bench", "serving", "--shared-share", 3)
+    assert "vocab_size" in refused("plan", "--config", "vocab_size")
+
+
+def test_bench_serving_sets_the_threads_of_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(threads: int) -> None:
+        raise UserError(f"{threads} threads")
+
+    monkeypatch.setattr("torch.set_num_threads", told)
+    assert refused("bench", "serving", "--sessions", 1, "--threads", 3) == "megaspan: 3 threads\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "expected"),
+    [
+        ("plan", {}, str(SPIN_COUNT)),
+        ("plan", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("plan", {"OMP_WAIT_POLICY": "active"}, None),
+        ("bench", {}, None),
+    ],
+)
+def test_parallel_loops_spin_briefly_unless_the_user_says_how(
+    monkeypatch: pytest.MonkeyPatch, command: str, given: dict[str, str], expected: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", environment := dict(given))
+    megaspan(command, "--help" if command == "bench" else "--json")
+    assert environment.get("GOMP_SPINCOUNT") == expected
 
 
 def test_a_read_only_folder_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from megaspan.train.data import TokenFile
 from megaspan.train.loop import StageTrainer, make_model
 from megaspan.train.recipe import Recipe, Stage
 from tests.model.models import random_model, random_tokens
+from tests.train.selections import recorded_selections, replayed_selections
 
 DEVICE = "cuda"
 ROOT = Path(__file__).parents[1]
@@ -250,26 +251,35 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 1e-2)])
 @pytest.mark.parametrize(
     ("attention", "learn"), [("dense", "backbone"), ("dense", "indexers"), ("sparse", "all")]
 )
 def test_a_training_step_is_that_of_the_cpu(
     recipe: Recipe, dtype: str, tolerance: float, attention: str, learn: str
 ) -> None:
-    """The losses before and after a step, and the norm of the gradient."""
+    """The losses before and after a step, and the norm of the gradient, where both select the same rows.
+
+    On a CPU bf16 takes the index loss 0.5 % from float32's then, 2.6 % where it selects by itself.
+    """
     data = TokenFile.open(recipe.corpus, "train")
     stage = replace(recipe.stages[0], attention=attention, learn=learn)
-    figures = []
-    for device, used in (("cpu", "float32"), (DEVICE, dtype)):
-        chosen = replace(recipe, dtype=used, stages=(stage,))
+
+    def three_steps(device: str, dtype: str) -> list[dict[str, float]]:
+        chosen = replace(recipe, dtype=dtype, stages=(stage,))
         trainer = StageTrainer(make_model(chosen, device, None), chosen, stage, data)
         steps = [trainer.train_step() for _ in range(3)]
-        figures.append([{name: float(value) for name, value in step.items()} for step in steps])
-    expected, actual = figures
+        return [{name: float(value) for name, value in step.items()} for step in steps]
+
+    with recorded_selections() as positions:
+        expected = three_steps("cpu", "float32")
+    with replayed_selections(positions) as flipped:
+        actual = three_steps(DEVICE, dtype)
     for name in set(expected[0]) - {"busiest_expert"}:
         slack = 5 * tolerance if name == "gradient_norm" else tolerance
         assert actual[0][name] == pytest.approx(expected[0][name], rel=slack, abs=1e-5), name
     for name in set(expected[0]) & {"loss", "index_loss"}:
         # A GPU orthogonalises in bf16, so the steps themselves are a little different.
         assert actual[2][name] == pytest.approx(expected[2][name], rel=3e-2), name
+    # The first layer's indexer has seen nothing but its own rounding; the later ones also that of the states.
+    assert not flipped or flipped[0] < 2 * tolerance, flipped

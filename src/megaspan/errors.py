@@ -1,4 +1,4 @@
-"""The one exception that a user, not a developer, is meant to read."""
+"""The one exception that a user, not a developer, is meant to read, and its kinds."""
 
 
 class UserError(Exception):
@@ -7,3 +7,17 @@ class UserError(Exception):
 
 class Overloaded(UserError):
     """Too many requests wait already: try again later."""
+
+
+class BadPrompt(UserError):
+    """A prompt that the model cannot read."""
+
+
+class ContextTooLong(BadPrompt):
+    """A prompt that does not fit. size: the prompt's, with its unit; limit: the context's, in tokens."""
+
+    def __init__(self, size: str, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {size}, and the maximum context length is {limit} tokens, "
+            "the completion included: shorten it"
+        )

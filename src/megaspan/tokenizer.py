@@ -14,6 +14,7 @@ from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megaspan.errors import UserError
+from megaspan.token_budget import SAMPLES, TokenBudget, pieces
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 PRIVATE_USE = range(0xE000, 0xF900)
@@ -64,14 +65,41 @@ class Tokenizer:
         """The id of a special token; KeyError for any other text."""
         return self.special_tokens[token]
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text alone. Text that spells a special token is encoded as the characters it is."""
-        return self.encode_batch([text])[0]  # the library's single call would not let other threads run
+    def encode(self, text: str, budget: TokenBudget | None = None) -> list[int]:
+        """Ids of the text alone. Text that spells a special token is encoded as the characters it is.
+
+        With a budget ContextTooLong comes as soon as it is clear that it does not suffice.
+        """
+        if budget is None:
+            return self.encode_batch([text])[0]  # the library's single call would not let other threads run
+        self._check_size(text, budget)
+        ids: list[int] = []
+        for piece in pieces(text) if self._keeps_breaks else [text]:
+            more = self.encode_batch([piece])[0]
+            budget.spend(len(more))
+            ids += more
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts, on all cores."""
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        """`encode` of many texts, on all cores. UserError for millions of blanks in a row, say."""
+        try:
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # it derives from BaseException, and has no module
+                raise
+            raise UserError("the tokenizer gave up on the text: break up its longest run of blanks") from None
         return [encoding.ids for encoding in encodings]
+
+    def _check_size(self, text: str, budget: TokenBudget) -> None:
+        if self.backend.normalizer is None:  # which could make the text shorter
+            budget.check_size(len(text.encode()), self.longest_token_bytes)
+
+    @cached_property
+    def _keeps_breaks(self) -> bool:
+        """Whether a text may be cut at BREAK; not, say, where a space is put before each text."""
+        return all(
+            self.encode(left + right) == self.encode(left) + self.encode(right) for left, right in SAMPLES
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids, special tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
@@ -81,11 +109,17 @@ class Tokenizer:
     def token_bytes(self) -> list[bytes]:
         """What each id adds to a text, as bytes."""
         alphabet = byte_alphabet()
-        pieces = [b""] * self.vocab_size
+        contents = [b""] * self.vocab_size
         for token, number in self.backend.get_vocab(with_added_tokens=True).items():
             special = token in self.special_tokens
-            pieces[number] = token.encode() if special else bytes(alphabet[character] for character in token)
-        return pieces
+            contents[number] = (
+                token.encode() if special else bytes(alphabet[character] for character in token)
+            )
+        return contents
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        return max(map(len, self.token_bytes))
 
     def stream(self) -> "TextStream":
         """A decoder for ids that come one at a time."""
@@ -96,12 +130,14 @@ class Tokenizer:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        budget: TokenBudget | None = None,
         **arguments: Any,
     ) -> list[int]:
         """Ids of a conversation in OpenAI's message format; `arguments` go to the template.
 
         Special tokens written in the template become their ids. Those that a message or a tool spells do
         not: a guard goes behind each character that could start one, and comes out just before encoding.
+        budget: as `encode` takes it.
         """
         if self.chat_template is None:
             raise UserError("this tokenizer has no chat_template.jinja, so it cannot encode messages")
@@ -118,21 +154,35 @@ class Tokenizer:
             )
         except TemplateError as error:
             raise UserError(f"the chat template refused the messages: {error}") from error
-        return self._encode_rendered(text, guard)
+        return self._encode_rendered(text, guard, budget)
 
     @cached_property
     def _compiled_template(self) -> Template:
         return chat_environment().from_string(self.chat_template or "")
 
-    def _encode_rendered(self, text: str, guard: str) -> list[int]:
-        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+    def _encode_rendered(self, text: str, guard: str, budget: TokenBudget | None = None) -> list[int]:
+        if budget is not None:
+            self._check_size(text.replace(guard, ""), budget)
         ids: list[int] = []
-        for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
-            if piece in self.special_tokens:
-                ids.append(self.special_tokens[piece])
-            else:
-                ids.extend(self.encode(piece.replace(guard, "")))
+        for part in re.split(self._written_tokens(guard), text):
+            if part not in self.special_tokens:
+                ids += self.encode(part.replace(guard, ""), budget)
+                continue
+            ids.append(self.special_tokens[part])
+            if budget is not None:
+                budget.spend(1)
         return ids
+
+    def _written_tokens(self, guard: str) -> str:
+        """A pattern for the special tokens that the template wrote, the longest first.
+
+        It passes over a guarded beginning at once: a text of nothing else must not hold other threads up.
+        """
+        endings: dict[str, list[str]] = {}
+        for token in sorted(self.special_tokens, key=len, reverse=True):
+            endings.setdefault(token[0], []).append(re.escape(token[1:]))
+        tokens = [f"{re.escape(start)}(?!{guard})(?:{'|'.join(ends)})" for start, ends in endings.items()]
+        return f"({'|'.join(tokens)})"
 
 
 def _all_special(tokenizer_json: str) -> str:

@@ -9,17 +9,26 @@ Content = bytes | None  # the token ids of a page and all before it; None: poiso
 class PaperDisk:
     """Files by their key."""
 
+    generation = 0
+
     def __init__(self):
         self.files: dict[bytes, Content] = {}
 
     def has(self, key: bytes) -> bool:
         return key in self.files
 
+    def capacity(self, token_bytes: int) -> int:
+        return 12
+
+    def touch(self, keys) -> None:
+        list(keys)
+
 
 class PaperTransfers:
     """Stands in for Transfers. Copies are made when a job ends: a page given away before is then wrong."""
 
     timeout = 1.0
+    staged_pages = 3
 
     def __init__(self, pools: PagePools, disk: PaperDisk):
         self.device: dict[int, Content] = dict.fromkeys(range(pools.total_pages))
@@ -27,6 +36,7 @@ class PaperTransfers:
         self.disk = disk
         self.open: list[Backup | Restore] = []
         self.stalled = self.backups_stalled = False
+        self.generation = 0
         self._ended: list[Backup | Restore] = []
         give = pools.give
 
@@ -37,8 +47,20 @@ class PaperTransfers:
         pools.give = poisoning
 
     def backup(self, pages, slots, entries=()) -> Backup:
-        self.open.append(job := Backup(pages, slots, entries))
+        self.open.append(job := Backup(pages, slots, entries, self.generation))
         return job
+
+    def save(self, slot, key, tokens, generation) -> None:
+        self.disk.files[key] = self.host[slot]
+
+    def flush_saves(self, seconds: float) -> bool:
+        while backups := [number for number, job in enumerate(self.open) if isinstance(job, Backup)]:
+            self.finish(backups[0])
+        return True
+
+    def clear_disk(self) -> None:
+        self.disk.files.clear()
+        self.generation += 1
 
     def restore(self, sources, pages) -> Restore:
         self.open.append(job := Restore(sources, pages, {}, self.timeout))
@@ -64,7 +86,7 @@ class PaperTransfers:
         for page, slot in zip(job.pages, job.slots, strict=True):
             self.host[slot] = self.device[page] if works else None
         for page, (key, _) in zip(job.pages, job.entries, strict=True):
-            if works:
+            if works and job.generation == self.generation:
                 self.disk.files[key] = self.device[page]
 
     def _restore(self, job: Restore, works: bool) -> None:

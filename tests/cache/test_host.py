@@ -49,8 +49,8 @@ def test_a_slot_holds_the_rows_of_every_pool(form):
     """P40, P50: latent and index rows, draft layers included, lie side by side, and nothing else does."""
     pools = PagePools(DEBUG, pages=2, page_size=4, latent_format=form)
     host = HostTier(pools.segments, 3)
-    assert host.page_bytes == pools.bytes_per_token * 4
-    assert host.nbytes == 3 * host.page_bytes
+    assert host.page_bytes == pools.nbytes / 2
+    assert host.memory.nbytes == 3 * host.page_bytes
     host.memory.zero_()
     for number, columns in enumerate(host.columns(host.memory)):
         assert columns.shape[1] == host.words(pools.segments[number].pages).shape[1]

@@ -1,6 +1,5 @@
-"""The paged cache: any pages in any order, any slots, rows that are still on their way, FP8 rows."""
+"""The paged cache: any pages in any order, any slots, no rows but its own."""
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,39 +10,12 @@ from hypothesis import strategies as st
 
 from megaspan.cache.growing import GrowingCache
 from megaspan.cache.paged import PagedCache
-from megaspan.cache.pool import PagePools
-from megaspan.config import ModelConfig
 from megaspan.model.batch import Batch
-from megaspan.model.selection import EVERYTHING, Selection
-from megaspan.model.transformer import Transformer
-from tests.model.models import one_shot, random_model, random_tokens, relative_error
+from megaspan.model.selection import EVERYTHING
+from tests.cache.paged_reads import DEBUG, LENGTH, MODEL, PAGE, TOKENS, cuts, paged, read
+from tests.model.models import one_shot, random_tokens, relative_error
 
-DEBUG = ModelConfig.preset("debug")
-PAGE, LENGTH = 4, 41  # more than two pages, five times debug's top-k
-MODEL, TOKENS = random_model(DEBUG), random_tokens(DEBUG, LENGTH)
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-def paged(pages: int = 24, slots: int = 1, latent: Any = "float32", index: Any = None) -> PagedCache:
-    return PagedCache(PagePools(DEBUG, pages, PAGE, latent, index), slots, max_pages=pages)
-
-
-@torch.no_grad()
-def read(cache, tokens, chunks, slot=0, selection=None, model=MODEL):
-    """Logits [T, V] of one sequence read in chunks of the given sizes."""
-    pieces, start = [], 0
-    for size in chunks:
-        batch = Batch.of([tokens[start : start + size]], [start], slots=[slot])
-        pieces.append(model.unembed(model(batch, cache, selection)))
-        start += size
-    return torch.cat(pieces)
-
-
-def cuts(length: int):
-    """Chunk sizes that sum to `length`."""
-    return st.lists(st.integers(1, length - 1), max_size=4, unique=True).map(
-        lambda at: [b - a for a, b in zip([0, *sorted(at)], [*sorted(at), length], strict=True)]
-    )
 
 
 @settings(max_examples=15, deadline=None)
@@ -205,164 +177,3 @@ def test_rows_of_another_batch_are_refused():
     cache.table(Batch.of([[1]]))
     with pytest.raises(ValueError, match="its table was not asked for"):
         cache.write_latent(0, Batch.of([[2]]), torch.zeros(1, 40))
-
-
-class Loader(threading.Thread):
-    """Restores pages from a copy of the segments, one after the other; `gate` opens at each layer."""
-
-    def __init__(self, pools, saved, pages, delays=()):
-        super().__init__(daemon=True)
-        self.pools, self.saved, self.pages, self.delays = pools, saved, pages, dict(delays)
-        self.marks = [threading.Event() for _ in pools.layers["latent"]]
-        self.waited: list[int] = []
-
-    def run(self):
-        segments = self.pools.segments
-        for place, (segment, rows) in enumerate(zip(segments, self.saved, strict=True)):
-            held = self.delays.get((segment.pool, segment.layer))
-            if held is not None:
-                held.wait(5)
-            segment.pages[self.pages] = rows
-            if place + 1 == len(segments) or segments[place + 1].layer != segment.layer:
-                self.marks[segment.layer].set()
-
-    def wait(self, layer):
-        self.waited.append(layer)
-        assert self.marks[layer].wait(5)
-
-
-def evicted(cache, pages):
-    """Copy the pages out of every segment and poison what they leave behind."""
-    saved = [segment.pages[pages].clone() for segment in cache.pools.segments]
-    for segment in cache.pools.segments:
-        segment.pages[pages] = 255
-    return saved
-
-
-@pytest.mark.parametrize("accessor", ["write_latent", "write_index", "rows latent", "rows index"])
-def test_every_accessor_waits_for_the_restore_of_its_layer(accessor):
-    """P39: an index page of layer 6 is late; nobody gets that layer's rows of either pool before it."""
-    cache = paged()
-    cache.assign(0, 0, [0, 1, 2])
-    late, returned = threading.Event(), threading.Event()
-    loader = Loader(cache.pools, evicted(cache, [0, 1]), [0, 1], {("index", 6): late})
-    batch = Batch.of([[1]], [8])
-    cache.depend_on([loader])
-    cache.table(batch)
-    loader.start()
-    calls = {
-        "write_latent": lambda layer: cache.write_latent(layer, batch, torch.zeros(1, 40)),
-        "write_index": lambda layer: cache.write_index(layer, batch, torch.zeros(1, 16)),
-        "rows latent": lambda layer: cache.rows("latent", layer),
-        "rows index": lambda layer: cache.rows("index", layer),
-    }
-    call = calls[accessor]
-    call(2)  # an earlier layer is ready already
-    reader = threading.Thread(target=lambda: (call(6), returned.set()), daemon=True)
-    reader.start()
-    assert not returned.wait(0.05)
-    late.set()
-    assert returned.wait(5)
-    assert loader.waited == [2, 6]
-
-
-@pytest.mark.parametrize("late", [("latent", 0), ("index", 1), ("latent", 4), ("index", 6), ("latent", 8)])
-@pytest.mark.parametrize("selection", [None, EVERYTHING], ids=["sparse", "dense"])
-def test_round_trip_that_is_still_under_way_changes_nothing(late, selection):
-    """P39, O4: the pass begins while the poisoned pages are being filled, one of them late."""
-    cache, pages = paged(), [5, 23, 0, 7, 9]
-    cache.assign(0, 0, [*pages, 2, 11, 3, 20, 21, 1])
-    read(cache, TOKENS, [20], selection=selection)
-    batch = Batch.of([TOKENS[20:]], [20])
-    with torch.no_grad():
-        expected = MODEL.unembed(MODEL(batch, cache, selection))
-    gate = threading.Event()
-    loader = Loader(cache.pools, evicted(cache, pages), pages, {late: gate})
-    cache.depend_on([loader])
-    loader.start()
-    opener = threading.Timer(0.02, gate.set)
-    opener.start()
-    with torch.no_grad():
-        logits = MODEL.unembed(MODEL(batch, cache, selection))
-    opener.join()
-    assert torch.equal(logits, expected)
-
-
-def test_a_restore_that_fails_stops_the_pass_and_the_next_does_not_ask_it():
-    """P47: the exception comes out of the pass; recomputing without the restore then works."""
-
-    class Lost:
-        def wait(self, layer):
-            if layer == 3:
-                raise OSError("the host tier is gone")
-
-    cache = paged()
-    cache.assign(0, 0, range(11))
-    cache.depend_on([Lost()])
-    with pytest.raises(OSError, match="is gone"):
-        read(cache, TOKENS, [LENGTH])
-    cache.depend_on([])
-    assert torch.equal(read(cache, TOKENS, [LENGTH]), one_shot(MODEL, TOKENS)[0])
-
-
-def test_restores_are_waited_for_in_one_pass_only():
-    cache, calls = paged(), []
-    cache.assign(0, 0, range(11))
-    cache.depend_on([SimpleNamespace(wait=calls.append)])
-    read(cache, TOKENS, [LENGTH - 1])
-    latent, index = list(range(9)), list(DEBUG.full_layers)
-    assert sorted(calls) == sorted(latent + index)
-    with torch.no_grad():
-        MODEL(Batch.of([TOKENS[-1:]], [LENGTH - 1]), cache)
-    assert len(calls) == 13
-
-
-def smooth_model(topk: int) -> Transformer:
-    """Every token goes through every expert, so that rounding a row cannot flip a route."""
-    config = DEBUG.replace(n_routed_experts=2, num_experts_per_tok=2, initializer_range=0.08, index_topk=topk)
-    model = Transformer(config)
-    model.initialise(0)
-    return model.eval()
-
-
-@pytest.mark.parametrize("selection", [None, EVERYTHING], ids=["sparse", "dense"])
-@pytest.mark.parametrize(("name", "bound"), [("bfloat16", 0.005), ("fp8", 0.05)])
-def test_rounded_latent_rows_err_little_and_flatly_by_position(name, bound, selection):
-    """P66: a lost or shared scale shows as an error that is large, or that grows with the position.
-
-    All positions are selected: another selection would be another model.
-    """
-    model, tokens, logits = smooth_model(topk=240), random_tokens(DEBUG, 240), []
-    for latent in ("float32", name):
-        cache = paged(60, latent=latent, index="float32")
-        cache.assign(0, 0, list(reversed(range(60))))
-        logits.append(read(cache, tokens, [60] * 4, selection=selection, model=model))
-    error = (logits[1] - logits[0]).norm(dim=-1) / logits[0].norm(dim=-1)  # [T]
-    assert error.mean() < bound
-    early, late = error[60:120].mean(), error[180:].mean()
-    assert 0.3 < early / late < 3
-
-
-def test_fp8_index_keys_select_nearly_what_exact_keys_select():
-    """Of the first layer, whose inputs are the same: a random indexer's scores lie close together."""
-    model, tokens, positions = smooth_model(topk=32), random_tokens(DEBUG, 240), []
-    for index in ("float32", "fp8"):
-        cache, batch = paged(60, index=index), Batch.of([tokens])
-        cache.assign(0, 0, list(reversed(range(60))))
-        with torch.no_grad():
-            hidden = model.model.embed_tokens(tokens)
-            _, selection = model.run_layers(hidden, None, batch, cache, range(1))
-        assert isinstance(selection, Selection)
-        positions.append(selection.positions[120:])
-    kept = (positions[0][:, :, None] == positions[1][:, None]).any(-1).float().mean()
-    assert 0.8 < kept < 1
-
-
-@settings(max_examples=5, deadline=None)
-@given(st.permutations(range(24)), cuts(LENGTH))
-def test_order_of_physical_pages_changes_nothing_in_fp8(order, chunks):
-    """P20, P45: packed rows of 52 and 20 bytes, as of 656 and 132, are found by the same row numbers."""
-    shuffled, ordered = paged(slots=3, latent="fp8"), paged(latent="fp8")
-    shuffled.assign(2, 0, order[:11])
-    ordered.assign(0, 0, range(11))
-    assert torch.equal(read(shuffled, TOKENS, chunks, slot=2), read(ordered, TOKENS, chunks))

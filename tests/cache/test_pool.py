@@ -18,7 +18,6 @@ DEBUG = ModelConfig.preset("debug")
 def test_bytes_per_token_at_real_size_are_the_plans_figure():
     """P25: 79 latent rows and 22 index rows in FP8."""
     pools = PagePools(REAL, 1, 64, "fp8", "fp8", "meta")
-    assert pools.bytes_per_token == 54_728
     assert pools.nbytes == 64 * 54_728
 
 
@@ -33,7 +32,6 @@ def test_tensors_have_the_bytes_that_the_plan_counts(config, latent, index, mtp)
     """P25, P50: for any shape and formats, and the segments of both pools are all of them."""
     pools = PagePools(config, 3, 4, latent, index, mtp=mtp)
     expected = cache_bytes_per_token(config, latent, index, mtp)
-    assert pools.bytes_per_token == expected
     assert pools.nbytes == sum(segment.pages.nbytes for segment in pools.segments) == 3 * 4 * expected
 
 
@@ -42,10 +40,10 @@ def test_shared_layers_have_no_index_rows():
     pools = PagePools(DEBUG, 2, 4)
     assert pools.layers == {"latent": tuple(range(10)), "index": (0, 1, 2, 6, 9)}
     assert {pool: len(tensors) for pool, tensors in pools.storage.items()} == {"latent": 10, "index": 5}
-    assert pools.layer_slot("index", 6) == 3
+    assert pools.rows("index", 6) is pools.storage["index"][3]
     assert pools.rows("index", 9) is pools.storage["index"][4]
     with pytest.raises(ValueError, match="layer 7 keeps no index rows"):
-        pools.layer_slot("index", 7)
+        pools.rows("index", 7)
     assert PagePools(DEBUG, 2, 4, mtp=False).layers == {"latent": tuple(range(9)), "index": (0, 1, 2, 6)}
 
 

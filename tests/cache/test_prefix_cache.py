@@ -132,14 +132,25 @@ def test_versions_do_not_share(cache):
     cache.close(other)
 
 
-def test_flush_forgets_what_nobody_uses(cache):
+def test_flush_forgets_everything(cache):
+    """Also what a request uses: it keeps its pages to the end, shares none of them, and gives them back."""
     cache.close(serve(cache, counted(2, first=50)))
     lease = serve(cache, counted(3))
     assert cache.flush() == 2
     assert cache.locked_pages == 3
+    other = cache.open(counted(4), "0")
+    assert other.pages == []
+    cache.grow(lease, 16)
+    assert cache.publish(lease, counted(1, first=12)) == []
+    assert len(lease.pages) == 4
     cache.close(lease)
-    assert cache.flush() == 3
     assert cache.pools.free_pages == 8
+    cache.grow(other, 12)
+    cache.publish(other, counted(3))
+    cache.close(other)
+    again = cache.open(counted(4), "0")
+    assert len(again.pages) == 3
+    cache.close(again)
 
 
 def test_without_reuse_nothing_is_kept():

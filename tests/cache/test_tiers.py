@@ -29,10 +29,13 @@ PROMPTS = st.builds(
 
 
 class User:
-    """A request: its tokens, how many of its pages hold their rows, and whether it waits for a restore."""
+    """A request: its tokens, how many of its pages hold their rows, and whether it waits for a restore.
 
-    def __init__(self, lease: Lease, version: str, tokens: np.ndarray):
-        self.lease, self.version, self.tokens = lease, version, tokens
+    weights: what its rows are computed with.
+    """
+
+    def __init__(self, lease: Lease, weights: bytes, tokens: np.ndarray):
+        self.lease, self.weights, self.tokens = lease, weights, tokens
         self.written = len(lease.pages)
         self.loading = False
 
@@ -42,7 +45,7 @@ class User:
         return restore is not None and (not restore.done or restore.error is not None)
 
     def content(self, pages: int) -> bytes:
-        return self.version.encode() + self.tokens[: pages * PAGE].tobytes()
+        return self.weights + self.tokens[: pages * PAGE].tobytes()
 
 
 class Machine(RuleBasedStateMachine):
@@ -58,6 +61,11 @@ class Machine(RuleBasedStateMachine):
         self.tiers = Tiers(self.pools, self.tree, host, transfers, files, write_back)
         self.prefixes = PrefixCache(self.pools, self.tree, self.tiers)
         self.users: list[User] = []
+        self.flushes = 0
+
+    def weights(self, version: str) -> bytes:
+        """They may change without a name of their own, if all is flushed then."""
+        return f"{version}.{self.flushes} ".encode()
 
     # ---- requests
 
@@ -70,7 +78,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, version=st.sampled_from("0001"), served=st.booleans())
     def open(self, prompt, version, served):
-        user = User(self.prefixes.open(prompt, version), version, prompt)
+        user = User(self.prefixes.open(prompt, version), self.weights(version), prompt)
         assert len(user.lease.pages) + len(user.lease.sources) <= (len(prompt) - 1) // PAGE
         started = self.prefixes.begin_restore(user.lease)
         if started is None:
@@ -202,8 +210,21 @@ class Machine(RuleBasedStateMachine):
     def flush(self, seldom):
         if seldom == 9:
             self.prefixes.flush()
+            self.flushes += 1
             assert not self.tree.evict_candidates(1)
             assert not self.tree.host_candidates(1)
+
+    @rule()
+    def save_all(self):
+        """At the end of a process: all of the device gets to the disk, of the host what keeps its slot."""
+        if self.tiers.disk is None:
+            return
+        self.prefixes.poll()
+        wanted = self.tree.by_use()[: self.files.capacity(0)]
+        saved = self.tiers.save_all(1.0)
+        idle = not (self.users or self.transfers.open or self.transfers.backups_stalled)
+        left = [node for node in wanted if node.page >= 0 or (saved and node.host >= 0)]
+        assert not (saved or idle) or all(self.files.has(node.hash) for node in left)
 
     # ---- what must always hold
 
@@ -219,12 +240,13 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "prefixes"):
             return
         for version, root in self.tree.roots.items():
-            waiting = [(root, version.encode())]
+            waiting = [(root, self.weights(version))]
             while waiting:
                 node, content = waiting.pop()
                 waiting += [(child, content + tokens) for tokens, child in node.children.items()]
                 assert node.page < 0 or self.transfers.device[node.page] == content
                 assert node.host < 0 or self.transfers.host[node.host] == content
+                assert self.files.files.get(node.hash, content) == content
         for user in self.users:
             for index, page in enumerate(user.lease.pages[: 0 if user.on_the_way else user.written]):
                 assert self.transfers.device[page] == user.content(index + 1)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from megaspan.cache.host import HostTier
+from megaspan.cache.jobs import Source
 from megaspan.cache.paged import PagedCache
 from megaspan.cache.pool import PagePools
-from megaspan.cache.transfer import Source, Transfers
+from megaspan.cache.transfer import Transfers
 from megaspan.model.batch import Batch
 from tests.cache.transfer_rig import BOUND, DEBUG, LAYERS, PAGE, entries
 from tests.model.models import in_chunks, random_model, random_tokens

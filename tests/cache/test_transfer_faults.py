@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from megaspan.cache.transfer import Backup, Restore, RestoreFailed, Source
+from megaspan.cache.jobs import Backup, Restore, RestoreFailed, Source
 from tests.cache.transfer_rig import BOUND, LAYERS, entries
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -145,7 +145,7 @@ def test_a_backup_does_not_wait_for_the_disk(rig, monkeypatch):
     reached, go = threading.Event(), threading.Event()
     written = []
 
-    def write(key, tokens, payload):
+    def write(key, tokens, payload, generation):
         reached.set()
         assert go.wait(BOUND)
         written.append((key, payload))

@@ -6,8 +6,9 @@ import torch
 
 from megaspan.cache.disk import DiskTier
 from megaspan.cache.host import HostTier
+from megaspan.cache.jobs import Restore
 from megaspan.cache.pool import PagePools
-from megaspan.cache.transfer import Restore, Transfers
+from megaspan.cache.transfer import Transfers
 from megaspan.config import ModelConfig
 from megaspan.costs.memory import Format
 

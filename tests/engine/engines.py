@@ -1,4 +1,4 @@
-"""Small engines that the engine's tests run, and what a request gives on its own."""
+"""Small engines that the engine's tests run, and what must hold of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,19 +12,30 @@ from megaspan.engine.request import Output
 from megaspan.engine.sampling import SamplingParams
 from megaspan.model.folder import set_batch_invariant
 from megaspan.model.transformer import Transformer
-from tests.engine.soak import PAGE, Always, Job, solo
+from tests.engine.solo import solo
 from tests.model.models import random_model, random_tokens
 
 DEBUG = ModelConfig.preset("debug").replace(max_position_embeddings=1024, eos_token_id=(3,))
+PAGE = 4
 BOUND = 10.0  # seconds that nothing here comes near unless it hangs
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
-def debug_model(invariant: bool = True, seed: int = 0) -> Any:
-    model: Any = random_model(DEBUG, seed)
+def debug_model(invariant: bool = True, seed: int = 0, config: ModelConfig = DEBUG) -> Any:
+    model: Any = random_model(config, seed)
     set_batch_invariant(model, invariant)
     model.tokenizer = None
     return model
+
+
+class Always:
+    """A restore policy that restores whatever is there."""
+
+    def worth(self, nbytes: int, recompute_seconds: float) -> bool:
+        return True
+
+    def measured(self, nbytes: int, seconds: float) -> None:
+        pass
 
 
 def make_engine(model: Transformer, tokenizer: Any = None, **options: Any) -> Engine:
@@ -34,6 +45,13 @@ def make_engine(model: Transformer, tokenizer: Any = None, **options: Any) -> En
     if engine.memory.tiers is not None:
         engine.memory.tiers.policy = Always()  # pyright: ignore[reportAttributeAccessIssue]
     return engine
+
+
+def fix_costs(engine: Engine, token_seconds: float, pair_seconds: float = 0.0) -> None:
+    """A prompt's tokens cost the same, and as much again for each cached one, whatever the machine does."""
+    cost: Any = engine.cost
+    cost.measured_chunks = cost.measured_decode = lambda *arguments: None
+    cost._weights[:] = 0.0, token_seconds * 1e2, pair_seconds * 1e6
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -55,18 +73,21 @@ def tokens_of(outputs: Sequence[Output]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
+def logprobs_of(outputs: Sequence[Output]) -> list[float]:
+    return [logprob for output in outputs for logprob in output.logprobs]
+
+
 def answer(outputs: Sequence[Output]) -> tuple[list[int], list[float]]:
     """Tokens and log-probabilities; AssertionError for a request that failed."""
     assert outputs[-1].finish_reason in ("stop", "length"), outputs[-1]
-    return tokens_of(outputs), [logprob for output in outputs for logprob in output.logprobs]
+    return tokens_of(outputs), logprobs_of(outputs)
 
 
 def assert_solo(
     model: Transformer, ids: list[int], params: SamplingParams, outputs: Sequence[Output]
 ) -> None:
     """The outputs are, bit for bit, what the model gives without engine, pages or company."""
-    job = Job(ids, params, None, list(outputs))
-    assert solo(model, job) == answer(outputs)
+    assert solo(model, ids, params, tokens_of(outputs)) == answer(outputs)
 
 
 def settle(engine: Engine) -> None:
@@ -87,9 +108,9 @@ def assert_idle(engine: Engine) -> None:
     assert stats.pages_free + stats.pages_cached == stats.pages_total
 
 
-def poison_freed_pages(engine: Engine, monkeypatch: Any) -> None:
+def poison_freed_pages(engine: Engine) -> None:
     """Free pages hold NaN in every format (bytes of ones), now and whenever they come free."""
-    pools = engine.memory.pools
+    pools: Any = engine.memory.pools
     give = pools.give
 
     def fill(pages: Sequence[int]) -> None:
@@ -102,7 +123,7 @@ def poison_freed_pages(engine: Engine, monkeypatch: Any) -> None:
         give(pages)
 
     fill(range(pools.total_pages))
-    monkeypatch.setattr(pools, "give", giving)
+    pools.give = giving
 
 
 def evict_device(engine: Engine) -> None:

@@ -7,34 +7,14 @@ import pytest
 
 from megaspan.cache.jobs import Restore
 from megaspan.engine.request import State
-from tests.engine.engines import (
-    GREEDY,
-    assert_idle,
-    assert_solo,
-    debug_model,
-    drain,
-    evict_device,
-    make_engine,
-    poison_freed_pages,
-    prompt,
-    settle,
-)
+from tests.engine.engines import GREEDY, assert_idle, assert_solo, drain, evict_device, prompt, settle
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return debug_model()
-
-
 @pytest.fixture
-def engine(model, monkeypatch):
-    engine = make_engine(model, pages=32, host_pages=48, max_chunk=16)
-    poison_freed_pages(engine, monkeypatch)
-    yield engine
-    assert_idle(engine)
-    engine.close()
+def engine(make):
+    return make(pages=32, host_pages=48, max_chunk=16)
 
 
 def reasons(outputs):

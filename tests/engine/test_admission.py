@@ -2,28 +2,17 @@
 
 from dataclasses import replace
 
-import pytest
-
 from megaspan.engine.request import State
 from megaspan.engine.scheduler import LOOK_AHEAD
-from tests.engine.engines import GREEDY, assert_solo, debug_model, drain, make_engine, prompt, tokens_of
+from tests.engine.engines import GREEDY, assert_solo, drain, fix_costs, prompt, tokens_of
+
+SLOW = 100.0  # seconds a token: a chunk is the smallest there is
 
 
-@pytest.fixture(scope="module")
-def model():
-    return debug_model()
-
-
-def make_slow(engine):
-    """A chunk is the smallest there is, whatever the machine does."""
-    engine.cost.measured_chunks = lambda *arguments: None
-    engine.cost._weights[:] = 0.0, 1e4, 0.0
-
-
-def test_many_who_wait_for_one_prefix_do_not_hide_the_next(model):
+def test_many_who_wait_for_one_prefix_do_not_hide_the_next(make):
     """P59: requests that wait for a reader are not counted among those that are looked at in a step."""
-    engine = make_engine(model, pages=256)
-    make_slow(engine)
+    engine = make(pages=256)
+    fix_costs(engine, SLOW)
     engine.submit(prompt(400), GREEDY, "reader")
     engine.step()
     for number in range(LOOK_AHEAD + 8):
@@ -36,17 +25,15 @@ def test_many_who_wait_for_one_prefix_do_not_hide_the_next(model):
     for number in range(LOOK_AHEAD + 8):
         engine.abort(f"follower-{number}")
     drain(engine)
-    engine.close()
 
 
-def test_who_lacked_room_is_tried_again_when_others_have_computed_its_prefix(model):
+def test_who_lacked_room_is_tried_again_when_others_have_computed_its_prefix(model, make):
     """What it lacks shrinks as its prefix is published: it must not wait for what it no longer needs."""
-    alone = make_engine(model)
+    alone = make()
     alone.submit(prompt(8), replace(GREEDY, max_tokens=48), "first")
     conversation = prompt(8) + tokens_of(drain(alone)["first"])
-    alone.close()
-    engine = make_engine(model, pages=228)
-    make_slow(engine)
+    engine = make(pages=228)
+    fix_costs(engine, SLOW)
     engine.submit(prompt(8), replace(GREEDY, max_tokens=48), "first")
     engine.submit(prompt(40, 3), replace(GREEDY, max_tokens=200), "another")
     engine.submit(prompt(800, 1), GREEDY, "large")  # 200 pages are promised to it, and it reads on
@@ -63,4 +50,3 @@ def test_who_lacked_room_is_tried_again_when_others_have_computed_its_prefix(mod
     engine.step()
     assert second.state is not State.waiting
     assert_solo(model, conversation + prompt(9, 2), GREEDY, drain(engine)["second turn"])
-    engine.close()

@@ -10,22 +10,9 @@ import pytest
 from megaspan.engine.async_engine import AsyncEngine
 from megaspan.engine.sampling import SamplingParams
 from megaspan.errors import UserError
-from tests.engine.engines import (
-    BOUND,
-    GREEDY,
-    assert_idle,
-    assert_solo,
-    debug_model,
-    make_engine,
-    prompt,
-)
+from tests.engine.engines import BOUND, GREEDY, assert_idle, assert_solo, make_engine, prompt
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return debug_model()
 
 
 @pytest.fixture

@@ -5,20 +5,12 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.engine.engines import (
-    BOUND,
-    GREEDY,
-    assert_idle,
-    assert_solo,
-    debug_model,
-    make_engine,
-    poison_freed_pages,
-    prompt,
-)
+from tests.engine.engines import BOUND, GREEDY, assert_idle, assert_solo, debug_model, prompt
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 IDS = prompt(40)
@@ -32,24 +24,9 @@ for number in itertools.count():
 """
 
 
-@pytest.fixture(scope="module")
-def model():
-    return debug_model()
-
-
 @pytest.fixture
-def make(model, monkeypatch, tmp_path):
-    made = []
-
-    def make(of=model, **options):
-        settings = {"pages": 24, "host_pages": 40, "disk_folder": tmp_path, **options}
-        made.append(make_engine(of, **settings))
-        poison_freed_pages(made[-1], monkeypatch)
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+def make(make, tmp_path):
+    return partial(make, pages=24, host_pages=40, disk_folder=tmp_path)
 
 
 def pages_of(folder: Path) -> list[Path]:

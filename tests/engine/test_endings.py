@@ -16,7 +16,6 @@ from tests.engine.engines import (
     answer,
     assert_idle,
     assert_solo,
-    debug_model,
     drain,
     make_engine,
     prompt,
@@ -27,19 +26,6 @@ from tests.test_tokenizer import TOKENIZER
 
 EOS = DEBUG.eos_token_id[0]
 LONG = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return debug_model()
-
-
-@pytest.fixture
-def engine(model):
-    engine = make_engine(model)
-    yield engine
-    assert_idle(engine)
-    engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +81,14 @@ def test_no_stop_id_comes_before_min_tokens(engine):
     assert last(outputs) == ("stop", EOS)
 
 
-def test_min_tokens_survives_preemption(model):
+def test_min_tokens_survives_preemption(engine):
     """What was drawn before counts: the draw's number is that of the request, not that of the admission."""
-    engine = make_engine(model)
     params = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=4, logit_bias={EOS: 50.0})
     engine.submit(prompt(20), params, "one")
     outputs = [*engine.step(), *engine.step()]
     engine.scheduler.preempt(engine.requests["one"])
     outputs += drain(engine)["one"]
     assert tokens_of(outputs).index(EOS) == 4
-    engine.close()
 
 
 def test_a_stop_string_ends_a_request_where_it_is_complete(writer):

@@ -4,21 +4,16 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaspan.cache.transient import TransientCache
 from megaspan.engine.sampling import SamplingParams
 from megaspan.errors import Overloaded, UserError
-from megaspan.model.batch import Batch
-from megaspan.model.indexer import Indexer
 from tests.engine.engines import (
     GREEDY,
     answer,
     assert_idle,
     assert_solo,
-    debug_model,
     drain,
     make_engine,
     poison_freed_pages,
@@ -30,64 +25,12 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=8, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return debug_model()
-
-
-@pytest.fixture
-def engine(model, monkeypatch):
-    engine = make_engine(model)
-    poison_freed_pages(engine, monkeypatch)
-    yield engine
-    assert_idle(engine)
-    engine.close()
-
-
 def test_a_request_gives_what_it_gives_alone(model, engine):
     """Bit for bit, greedy and sampled, whatever shares its batch and however its prompt was cut."""
     prompts = [prompt(length, length) for length in (1, 7, 8, 9, 12, 33, 70)]  # around K and the page
     params = [replace(GREEDY if number % 2 else SAMPLED, max_tokens=3 + number) for number in range(7)]
     for ids, each, outputs in zip(prompts, params, engine.generate(prompts, params), strict=True):
         assert_solo(model, ids, each, outputs)
-
-
-def test_log_probabilities_of_the_default_mode_agree_where_the_selections_do():
-    """Within 1e-4 of the solo run's at every token before which no selection of it was flipped."""
-    model = debug_model(invariant=False)
-    engine = make_engine(model, pages=128)  # nobody is preempted: who was first has the first seat
-    selections: dict[tuple[int, int, int], frozenset[int]] = {}  # by seat, position and indexer
-    indexers = [module for module in model.modules() if isinstance(module, Indexer)]
-
-    def record(module, inputs, selection):
-        batch = inputs[3].batch
-        keys = zip(batch.sequence_ids.tolist(), batch.positions.tolist(), strict=True)
-        for (seat, position), chosen in zip(keys, selection.positions.tolist(), strict=True):
-            selections[seat, position, indexers.index(module)] = frozenset(chosen) - {-1}
-
-    hooks = [module.register_forward_hook(record) for module in indexers]
-    prompts = [prompt(length, length) for length in (60, 45, 31, 77)]
-    all_outputs = engine.generate(prompts, replace(GREEDY, max_tokens=16))
-    served, flipped, compared, total = dict(selections), 0, 0, 0
-    for seat, (ids, outputs) in enumerate(zip(prompts, all_outputs, strict=True)):
-        tokens, logprobs = answer(outputs)
-        selections.clear()
-        with torch.inference_mode():
-            hidden = model(Batch.of([torch.tensor(ids + tokens[:-1])]), TransientCache())
-            expected = model.unembed(hidden[len(ids) - 1 :]).log_softmax(-1)
-        differing = [key for key, chosen in selections.items() if served[seat, *key[1:]] != chosen]
-        flipped, total = flipped + len(differing), total + len(selections)
-        agreeing = min((position for _, position, _ in differing), default=10**9)
-        for step, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-            if len(ids) - 1 + step < agreeing:
-                compared += 1
-                assert abs(float(expected[step, token]) - logprob) < 1e-4
-    print(f"flipped selections: {flipped} of {total}")
-    assert compared > 20
-    assert flipped <= total / 100
-    for hook in hooks:
-        hook.remove()
-    engine.close()
 
 
 WORKLOADS = st.lists(
@@ -109,25 +52,24 @@ def test_any_small_workload_gives_its_solo_runs(model, workload, policy, reuse):
     """16 pages for up to 7 requests of 12: prefixes are shared, evicted, restored, requests preempted."""
     options = {"host_pages": 12, "write_policy": policy} if reuse else {"prefix_cache": False}
     engine = make_engine(model, pages=16, max_running=4, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        poison_freed_pages(engine, patch)
-        outputs, expected = {}, {}
-        for step in range(400):
-            for number, (ids, count, temperature, arrival, aborted) in enumerate(workload):
-                if step == arrival:
-                    params = SamplingParams(max_tokens=count, temperature=temperature, seed=number)
-                    expected[engine.submit(ids, params, str(number))] = (ids, params)
-                if aborted is not None and step == arrival + aborted:
-                    engine.abort(str(number))
-            for output in engine.step():
-                outputs.setdefault(output.request_id, []).append(output)
-            if step > 6 and not engine.has_work:
-                break
-        for request_id, (ids, params) in expected.items():
-            if outputs[request_id][-1].finish_reason != "abort":
-                assert_solo(model, ids, params, outputs[request_id])
-        assert_idle(engine)
-        engine.close()
+    poison_freed_pages(engine)
+    outputs, expected = {}, {}
+    for step in range(400):
+        for number, (ids, count, temperature, arrival, aborted) in enumerate(workload):
+            if step == arrival:
+                params = SamplingParams(max_tokens=count, temperature=temperature, seed=number)
+                expected[engine.submit(ids, params, str(number))] = (ids, params)
+            if aborted is not None and step == arrival + aborted:
+                engine.abort(str(number))
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        if step > 6 and not engine.has_work:
+            break
+    for request_id, (ids, params) in expected.items():
+        if outputs[request_id][-1].finish_reason != "abort":
+            assert_solo(model, ids, params, outputs[request_id])
+    assert_idle(engine)
+    engine.close()
 
 
 def test_seeds_reproduce_in_other_company(engine):
@@ -245,7 +187,7 @@ def test_too_many_requests_are_refused(model):
 def test_a_prompt_over_the_limit_is_refused_at_once(model, options, length):
     """P27: over the pool, the context asked for, or the model's; the next is served, up to the limit."""
     engine = make_engine(model, **options)
-    with pytest.raises(UserError, match=f"{length} at most"):
+    with pytest.raises(UserError, match=f"{length} tokens, the completion included"):
         engine.submit(prompt(length), GREEDY)
     ids = prompt(length - 3)
     outputs = engine.generate([ids], replace(GREEDY, max_tokens=None))[0]

@@ -5,24 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engine.engines import (
-    GREEDY,
-    answer,
-    assert_idle,
-    debug_model,
-    drain,
-    make_engine,
-    poison_freed_pages,
-    prompt,
-)
+from tests.engine.engines import GREEDY, answer, assert_idle, drain, prompt
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 LENGTHS = (30, 41, 9, 17)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return debug_model()
 
 
 def rows_after(engine, names, tokens) -> dict[str, list[torch.Tensor]]:
@@ -41,12 +27,11 @@ def rows_after(engine, names, tokens) -> dict[str, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("rows", ["float32", "fp8"])
-def test_a_batch_writes_the_same_bytes_as_each_request_alone(model, monkeypatch, rows):
+def test_a_batch_writes_the_same_bytes_as_each_request_alone(make, rows):
     """P32: no row of a request goes to another's pages, however many share the batch."""
     options = {"latent_rows": rows, "index_rows": rows, "prefix_cache": False, "pages": 96}
     params = replace(GREEDY, max_tokens=20)
-    engine = make_engine(model, **options)
-    poison_freed_pages(engine, monkeypatch)
+    engine = make(**options)
     names = [engine.submit(prompt(length, length), params) for length in LENGTHS]
     together = rows_after(engine, names, 8)
     drain(engine)
@@ -56,19 +41,15 @@ def test_a_batch_writes_the_same_bytes_as_each_request_alone(model, monkeypatch,
         alone = rows_after(engine, [name], 8)[name]
         assert all(map(torch.equal, together[name], alone))
         drain(engine)
-    engine.close()
 
 
-def test_the_order_of_pages_changes_nothing(model, monkeypatch):
+def test_the_order_of_pages_changes_nothing(make):
     """P20: pages in any permutation, of both pools alike, give the same tokens and log-probabilities."""
     answers = []
     for seed in range(4):
-        engine = make_engine(model, pages=96)
-        poison_freed_pages(engine, monkeypatch)
+        engine = make(pages=96)
         order = torch.randperm(96, generator=torch.Generator().manual_seed(seed)).tolist()
         engine.memory.pools._free = order if seed else sorted(order)
         outputs = engine.generate([prompt(length, length) for length in LENGTHS], GREEDY)
         answers.append([answer(each) for each in outputs])
-        assert_idle(engine)
-        engine.close()
     assert answers[1:] == answers[:1] * 3

@@ -3,14 +3,11 @@
 import pytest
 
 from megaspan.engine.runner import Runner
-from tests.engine.engines import debug_model, make_engine
 
 
 @pytest.fixture
-def runner():
-    engine = make_engine(debug_model())
-    yield engine.runner
-    engine.close()
+def runner(engine):
+    return engine.runner
 
 
 def test_what_a_step_raises_is_raised_where_it_is_waited_for(runner: Runner):

@@ -6,46 +6,9 @@ import pytest
 
 from megaspan.engine.plan import LEAST_CHUNK
 from megaspan.engine.request import State
-from tests.engine.engines import (
-    GREEDY,
-    assert_idle,
-    assert_solo,
-    debug_model,
-    drain,
-    make_engine,
-    poison_freed_pages,
-    prompt,
-    tokens_of,
-)
+from tests.engine.engines import GREEDY, assert_solo, drain, fix_costs, prompt, tokens_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return debug_model()
-
-
-@pytest.fixture
-def make(model, monkeypatch):
-    made = []
-
-    def make(**options):
-        made.append(make_engine(model, **options))
-        poison_freed_pages(made[-1], monkeypatch)
-        return made[-1]
-
-    yield make
-    for engine in made:
-        assert_idle(engine)
-        engine.close()
-
-
-def fix_costs(engine, token_seconds):
-    """Every token of a prompt costs the same, whatever the machine does."""
-    engine.cost.measured_chunks = lambda *arguments: None
-    engine.cost.measured_decode = lambda seconds: None
-    engine.cost._weights[:] = 0.0, token_seconds * 100, 0.0
 
 
 @pytest.mark.parametrize("step_seconds", [1.6, 8.0])
@@ -75,17 +38,18 @@ def test_a_long_prompt_starves_nobody(model, make, step_seconds):
 
 
 def test_a_long_prompt_is_read_beside_short_ones_without_end(make):
-    """P59: half of each step is for who has waited longest."""
-    engine = make(pages=128, step_seconds=1.0, max_chunk=8)
-    fix_costs(engine, 0.1)
-    engine.submit(prompt(200, 2), replace(GREEDY, max_tokens=1), "long")
-    steps = 0
-    while engine.requests.get("long"):
-        if engine.stats().waiting + engine.stats().running < 3:  # short ones without end
-            engine.submit(prompt(6, steps), replace(GREEDY, max_tokens=2))
-        engine.step()
+    """P59: neither who is nearest to its first token nor who has waited longest gets the whole step."""
+    engine = make(pages=128, step_seconds=2.0)
+    fix_costs(engine, 0.1)  # 20 tokens a step, and the short prompts that wait have always more
+    engine.submit(prompt(200), GREEDY, "long")
+    steps = short_answers = 0
+    while engine.requests["long"].generated == 0:
+        for seed in range(4 - engine.stats().running - engine.stats().waiting):
+            engine.submit(prompt(16, 10 * steps + seed), replace(GREEDY, max_tokens=1))
+        short_answers += sum(output.finish_reason is not None for output in engine.step())
         steps += 1
-    assert 25 <= steps <= 100
+        assert steps <= 25, "the long prompt is starved"
+    assert short_answers >= steps // 2, "the short prompts are starved"
     drain(engine)
 
 
@@ -95,6 +59,22 @@ def test_a_step_reads_something_however_slow_the_machine(make):
     engine.submit(prompt(60), GREEDY, "one")
     engine.step()
     assert engine.requests["one"].computed == LEAST_CHUNK
+    drain(engine)
+
+
+def test_chunks_shrink_as_a_prompt_gets_long(make):
+    """P60: every step of reading it keeps to its time, and little of that is left unused."""
+    engine = make(pages=256, step_seconds=0.2)
+    fix_costs(engine, 1e-3, 1e-5)
+    engine.submit(prompt(900), GREEDY, "long")
+    request, chunks = engine.requests["long"], []
+    while request.state is not State.decoding:
+        before = request.computed
+        engine.step()
+        chunks.append((before, request.computed - before))
+    for context, tokens in chunks[:-1]:
+        assert 0.16 < engine.cost.seconds(tokens, context) <= 0.2
+    assert chunks[-2][1] < chunks[0][1] / 4
     drain(engine)
 
 

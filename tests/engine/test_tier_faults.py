@@ -2,48 +2,23 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from megaspan.cache.jobs import Backup, Restore
 from megaspan.cache.restore_policy import RestorePolicy
 from megaspan.engine.request import State
-from tests.engine.engines import (
-    BOUND,
-    GREEDY,
-    assert_idle,
-    assert_solo,
-    debug_model,
-    drain,
-    evict_device,
-    make_engine,
-    poison_freed_pages,
-    prompt,
-)
+from tests.engine.engines import BOUND, GREEDY, assert_idle, assert_solo, drain, evict_device, prompt
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 POLICIES = ("write_through", "write_back")
 IDS = prompt(40)  # five times what a token attends to, ten pages
 
 
-@pytest.fixture(scope="module")
-def model():
-    return debug_model()
-
-
 @pytest.fixture
-def make(model, monkeypatch):
-    made = []
-
-    def make(**options):
-        made.append(make_engine(model, **{"pages": 24, "host_pages": 40, **options}))
-        poison_freed_pages(made[-1], monkeypatch)
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.memory.tiers.transfers.before_segment = None
-        engine.close()
+def make(make):
+    return partial(make, pages=24, host_pages=40)
 
 
 def on_host(engine, ids=IDS):

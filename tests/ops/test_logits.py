@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megaspan.ops.logits import LogitSummary, logit_summary, logit_summary_native, logit_summary_reference
+from megaspan.ops.logits import (
+    LogitSummary,
+    logit_summary,
+    logit_summary_native,
+    logit_summary_reference,
+    native,
+)
 from megaspan.ops.logits.native import supports
 
 versions = pytest.mark.parametrize("version", [logit_summary_native, logit_summary_reference])
@@ -95,3 +101,13 @@ def test_rows_may_be_apart_in_memory():
 def test_a_vocabulary_that_rows_do_not_have_is_refused():
     with pytest.raises(ValueError, match="vocabulary"):
         logit_summary(torch.zeros(2, 5), 6)
+
+
+def test_no_thread_is_woken_that_has_no_row(monkeypatch):
+    """One row of a large vocabulary is one thread's work: a second one would only be waited for."""
+    asked = []
+    monkeypatch.setattr(native, "_function", lambda: lambda call: asked.append(call._obj.threads))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    for rows in (1, 3, 20):
+        logit_summary_native(torch.zeros(rows, 200_000), 200_000)
+    assert asked == [1, 3, 8]

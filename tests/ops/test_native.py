@@ -53,14 +53,17 @@ def test_builds_once_and_loads(source):
 
 @needs_compiler
 def test_another_header_is_another_library(source):
-    header = source.parent.parent / "answer.h"
-    source.write_text('#include "../answer.h"\nint answer(void) { return ANSWER; }\n')
-    for answer in (43, 44):
-        header.write_text(f"#define ANSWER {answer}\n")
+    """A header that the source includes, and one that only this header includes."""
+    header, inner = source.parent.parent / "answer.h", source.parent.parent / "digits.h"
+    source.write_text('#include "../answer.h"\nint answer(void) { return TENS * 10 + UNITS; }\n')
+    for tens, units in ((4, 3), (5, 3), (5, 4)):
+        header.write_text(f'  # include "digits.h"\n#define TENS {tens}\n')
+        inner.write_text(f"#define UNITS {units}\n")
         native.load.cache_clear()
         library = native.load(source)
         assert library is not None
-        assert library.answer() == answer
+        assert library.answer() == 10 * tens + units
+    assert len(built()) == 3
 
 
 @needs_compiler

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megaspan.engine.request import Output
+from megaspan.engine.request import ErrorKind, Output
 from megaspan.engine.sampling import SamplingParams
 from megaspan.engine.stats import EngineStats
-from megaspan.errors import UserError
+from megaspan.engine.stops import StopStrings
+from megaspan.errors import BadPrompt, ContextTooLong, Overloaded
 from megaspan.tokenizer import Tokenizer
 
 MODEL_FOLDER = Path(__file__).parents[2] / "models" / "span-code"
@@ -55,8 +56,8 @@ def thoughtful(request: Submitted) -> str:
 class FakeEngine:
     """Plays `script(request)`, a text with special tokens spelled out, then an end-of-text token.
 
-    delay: seconds before each output. burst: tokens of an output. failing: every request ends in an error
-    after its first output. Stop strings, max_tokens and aborts work as in a true engine.
+    delay: seconds before each output. burst: tokens of an output. failing: every request ends in such
+    an error after its first output. Stop strings, max_tokens and aborts work as in a true engine.
     """
 
     def __init__(
@@ -66,14 +67,16 @@ class FakeEngine:
         delay: float = 0.0,
         burst: int = 1,
         max_context: int = 2048,
-        failing: bool = False,
+        failing: ErrorKind | None = None,
+        max_waiting: int = 1000,
     ) -> None:
         self.tokenizer = shipped_tokenizer()
         self.script = script
         self.delay = delay
         self.burst = burst
         self.max_context = max_context
-        self.failing = failing
+        self.failing: ErrorKind | None = failing
+        self.max_waiting = max_waiting
         self.is_alive = True
         self.waiting = 0
         self.submitted: list[Submitted] = []
@@ -93,12 +96,18 @@ class FakeEngine:
     def prepare(
         self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None
     ) -> Submitted:
+        if not prompt:
+            raise BadPrompt("the prompt is empty: give at least one token")
         if len(prompt) >= self.max_context:
-            raise UserError("the prompt is longer than the context")
+            raise ContextTooLong(f"{len(prompt)} tokens", self.max_context)
+        if min(prompt) < 0 or max(prompt) >= self.tokenizer.vocab_size:
+            raise BadPrompt("a token id is outside the vocabulary")
         return Submitted(request_id or f"fake-{len(self.submitted)}", list(prompt), params)
 
     def enqueue(self, request: Submitted) -> "FakeStream":
         assert request.request_id not in self.running
+        if len(self.running) >= self.max_waiting:
+            raise Overloaded("too many requests are waiting: try again later")
         self.submitted.append(request)
         self.prompt_tokens += len(request.prompt)
         text = self.script if isinstance(self.script, str) else self.script(request)
@@ -153,6 +162,7 @@ class FakeStream:
         self.request_id = request.request_id
         self.script = script
         self.drawn: list[int] = []
+        self.stops = StopStrings(engine.tokenizer, request.params.stop)
         self.stopped = asyncio.Event()
 
     def abort(self) -> None:
@@ -195,8 +205,7 @@ class FakeStream:
                 return self._finished((*tokens, eos), "stop", eos)
             tokens.append(self.script.pop(0))
             self.drawn.append(tokens[-1])
-            text = self.engine.tokenizer.decode(self.drawn)
-            stop = next((string for string in params.stop if string in text), None)
+            stop = self.stops.push(tokens[-1])
             if stop is not None:
                 return self._finished(tuple(tokens), "stop", stop)
             if params.max_tokens is not None and len(self.drawn) >= params.max_tokens:
@@ -209,13 +218,14 @@ class FakeStream:
         top = None
         if alternatives is not None:
             top = tuple(tuple((token + k, LOGPROB - k) for k in range(alternatives)) for token in tokens)
-        return Output(self.request_id, tokens, (LOGPROB,) * len(tokens), top)
+        return Output(self.request_id, tokens, (LOGPROB,) * len(tokens), top, self.stops.withheld)
 
     def _finished(self, tokens: tuple[int, ...], reason: str, stop: int | str | None = None) -> Output:
         self._end(reason)
         output = self._output(tokens)
         output.finish_reason, output.stop_reason = reason, stop
-        output.error = "a row of logits holds no numbers" if reason == "error" else None
+        if reason == "error":
+            output.error, output.error_kind = "a row of logits holds no numbers", self.engine.failing
         output.prompt_tokens = len(self.request.prompt)
         output.cached_tokens = len(self.request.prompt) // PAGE_SIZE * PAGE_SIZE
         output.completion_tokens = len(self.drawn) + (isinstance(stop, int))

@@ -1,26 +1,40 @@
 """Replies as token ids, and what the parser makes of them."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from hypothesis import strategies as st
 
-from megaspan.server.parser import Event, Message, ReplyParser, complete_message
+from megaspan.engine.request import Output
+from megaspan.server.parser import (
+    Event,
+    Message,
+    ReasoningDelta,
+    ReplyParser,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCallStart,
+    complete_message,
+)
+from megaspan.server.reply import ChatReply
 from megaspan.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(Path(__file__).parents[2] / "models" / "span-code")
 SPECIALS = list(TOKENIZER.special_tokens)
+END = Output("", finish_reason="stop")
 
 
-def plain_tokenizer() -> Tokenizer:
-    """The same vocabulary without special tokens: markers come as text."""
+def without_markers(*kept: str) -> Tokenizer:
+    """The same vocabulary without special tokens other than those: markers come as text."""
     content = json.loads(TOKENIZER.backend.to_str())
-    content["added_tokens"] = []
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in kept]
     return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)))
 
 
-PLAIN = plain_tokenizer()
+PLAIN = without_markers()
 
 
 def tool(name: str, **properties: dict) -> dict:
@@ -45,25 +59,41 @@ def spelled(text: str) -> list[int]:
     return TOKENIZER.encode(text)
 
 
+def reply_of(tokenizer: Tokenizer = TOKENIZER, **options) -> ChatReply:
+    return ChatReply(tokenizer, ReplyParser(tokenizer, **{"tools": TOOLS, **options}))
+
+
 def parse(token_ids: list[int], sizes: list[int] | int = 1, tokenizer=TOKENIZER, **options) -> list[Event]:
-    """Events of a reply pushed in bursts of the given sizes, used in turn."""
-    parser = ReplyParser(tokenizer, **{"tools": TOOLS, **options})
+    """Events of a reply that comes in bursts of the given sizes, used in turn."""
+    reply = reply_of(tokenizer, **options)
     sizes = [sizes] if isinstance(sizes, int) else sizes
     events, start, turn = [], 0, 0
     while start < len(token_ids):
         size = sizes[turn % len(sizes)]
-        events += parser.push(token_ids[start : start + size])
+        events += reply.push(Output("", tuple(token_ids[start : start + size])))
         start, turn = start + size, turn + 1
-    return events + parser.finish()
+    return events + reply.push(END)
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """The events as one burst would make them, with the calls' random ids left out."""
+    whole: list[Any] = []
+    for event in events:
+        last = whole[-1] if whole else None
+        match event, last:
+            case (ReasoningDelta(), ReasoningDelta()) | (TextDelta(), TextDelta()):
+                whole[-1] = type(event)(last.text + event.text)
+            case ToolArgumentsDelta(index, more), ToolArgumentsDelta(same, fragment) if same == index:
+                whole[-1] = ToolArgumentsDelta(index, fragment + more)
+            case ToolCallStart(index, _, name), _:
+                whole.append(ToolCallStart(index, "", name))
+            case _:
+                whole.append(event)
+    return whole
 
 
 def read(token_ids: list[int], sizes: list[int] | int = 1, **options) -> Message:
     return complete_message(parse(token_ids, sizes, **options))
-
-
-def shape(message: Message) -> tuple:
-    """The message without the calls' ids, which are random."""
-    return message.reasoning, message.content, [(call.name, call.arguments) for call in message.tool_calls]
 
 
 def call(name: str, *arguments: tuple[str, str], line: str = "\n") -> str:

@@ -144,7 +144,7 @@ def test_refusals_have_anthropics_shape(fields, status, kind):
 
 
 def test_an_error_in_mid_stream_is_an_event():
-    last = events(ask(FakeEngine(failing=True), PATH, {**BODY, "stream": True}))[-1]
+    last = events(ask(FakeEngine(failing="internal"), PATH, {**BODY, "stream": True}))[-1]
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")
 
 

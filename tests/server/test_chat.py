@@ -10,7 +10,6 @@ from megaspan.engine.sampling import Grammar
 from megaspan.errors import UserError
 from megaspan.server.anthropic_chat import from_anthropic
 from megaspan.server.chat import render
-from megaspan.server.parser import ReplyParser, complete_message
 from tests.server.chat_requests import (
     ASK,
     END_THINK,
@@ -21,6 +20,7 @@ from tests.server.chat_requests import (
     assistant,
     decoded,
 )
+from tests.server.replies import read
 
 
 def test_a_prompt_ends_where_the_reply_begins() -> None:
@@ -103,8 +103,7 @@ def test_the_next_turn_begins_with_this_turn_s_reply() -> None:
             TOKENIZER, messages[: place + 1], TOOLS, template_arguments=arguments, add_generation_prompt=False
         )
         written = until.token_ids[len(prompt.token_ids) :]
-        parser = ReplyParser(TOKENIZER, prompt.tools, prompt.thinking)
-        reply = complete_message([*parser.push(written), *parser.finish()])
+        reply = read(written, tools=prompt.tools, thinking=prompt.thinking)
         calls = [(call.id, call.name, json.loads(call.arguments)) for call in reply.tool_calls]
         again = [*messages[:place], assistant(reply.reasoning, reply.content, *calls)]
         next_turn = render(TOKENIZER, again, TOOLS, template_arguments=arguments, add_generation_prompt=False)
@@ -182,7 +181,7 @@ BAD = [
         "object",
     ),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{]"}}]}]},
         "not JSON",
     ),
     ({"tools": "edit"}, "list"),

@@ -1,6 +1,7 @@
 """What is not generation: models, health, metrics, figures, cache, abort, tokens, the page."""
 
 import asyncio
+import threading
 
 import httpx
 import pytest
@@ -36,13 +37,14 @@ def test_health_tells_of_draining_and_of_a_dead_engine():
 
 
 def test_a_full_queue_turns_requests_away():
-    engine = FakeEngine()
-    engine.waiting = 2
-    response = ask(app_of(engine, max_waiting=2), "/v1/completions", {"prompt": "x"})
+    """The engine decides; what was handed over before it said so is taken back."""
+    engine = FakeEngine(max_waiting=1)
+    response = ask(engine, "/v1/completions", {"prompt": ["x", "y"]})
     assert response.status_code == 429
     assert response.headers["retry-after"] == "1"
     assert response.json()["error"]["type"] == "rate_limit_error"
-    assert ask(app_of(engine, max_waiting=3), "/v1/completions", {"prompt": "x"}).status_code == 200
+    assert not engine.running
+    assert ask(engine, "/v1/completions", {"prompt": "x"}).status_code == 200
 
 
 def test_metrics_have_vllms_names_and_count_requests():
@@ -96,6 +98,31 @@ def test_a_running_request_is_aborted_by_its_id(prefix):
     assert [choice["finish_reason"] for choice in answer.json()["choices"]] == ["abort"] * 2
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_a_request_is_aborted_while_it_is_prepared(monkeypatch, path):
+    """P63: its prompt is being encoded, and does not reach the engine afterwards."""
+    engine = FakeEngine()
+    app = app_of(engine)
+    going_on, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(engine, "prepare", lambda *_: going_on.set() or ended.wait(10))
+
+    async def start_and_abort():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            body = {"prompt": "x"} if "completions" in path else {"messages": QUESTION, "max_tokens": 4}
+            running = asyncio.ensure_future(client.post(path, json=body, headers={"X-Request-Id": "mine"}))
+            await asyncio.to_thread(going_on.wait, 10)
+            aborted = await client.post("/abort", json={"request_id": "mine"})
+            answer = await asyncio.wait_for(running, 5)
+            ended.set()
+            return aborted, answer, await client.post("/abort", json={"request_id": "mine"})
+
+    aborted, answer, again = asyncio.run(start_and_abort())
+    assert (aborted.status_code, answer.status_code, again.status_code) == (200, 499, 404)
+    assert "aborted" in answer.json()["error"]["message"]
+    assert not engine.submitted
+    assert not app.state.service.running
+
+
 def test_text_becomes_tokens_and_tokens_text():
     text = "def f():\n    return '<think>ö'"
     told = ask(FakeEngine(), "/tokenize", {"text": text}).json()
@@ -111,7 +138,8 @@ def test_the_page_and_its_files_are_served_to_everyone():
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'self'" in page.headers["content-security-policy"]
     assert ask(app, "/app.js").headers["content-type"].startswith("text/javascript")
-    assert ask(app, "/../app.py").status_code == 404
+    assert ask(app, "/../app.py").status_code == 401
+    assert ask(app_of(FakeEngine()), "/../app.py").status_code == 404
 
 
 def test_wrong_paths_and_methods_are_told_apart():

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from megaspan.engine.grammar import GrammarCompiler
+from megaspan.engine.grammar_compiler import GrammarCompiler
+from megaspan.server import json_body, options
 from tests.server.asking import QUESTION, app_of
 from tests.server.fake_engine import FakeEngine, shipped_tokenizer
 from tests.server.live_server import live_server
@@ -16,6 +17,7 @@ from tests.server.small_model import LONG_TEXT, assert_idle, at_once
 
 SLOW = 0.4  # seconds that one slow call takes
 BOOK = LONG_TEXT * 2500  # 1.6 MB
+LONG_CONTEXT = 1 << 19  # tokens, which allow a body of 8 MB
 CHAT = {"messages": QUESTION, "max_tokens": 4}
 TEXT = {"prompt": "x", "max_tokens": 4}
 ENDPOINTS = [
@@ -47,8 +49,8 @@ def make_slow(monkeypatch: Any, owner: Any, name: str) -> list[str]:
     return calls
 
 
-def loop_gap(engine: FakeEngine, path: str, body: Any) -> tuple[float, float]:
-    """Seconds: the longest that the event loop stood still during a request, and all that it took."""
+def loop_gap(engine: FakeEngine, path: str, **request: Any) -> tuple[float, float, httpx.Response]:
+    """Seconds that the event loop stood still at most, and that the whole request took; the answer."""
     app = app_of(engine)
     gaps: list[float] = []
 
@@ -61,20 +63,21 @@ def loop_gap(engine: FakeEngine, path: str, body: Any) -> tuple[float, float]:
     async def ask() -> httpx.Response:
         beating = asyncio.ensure_future(beat())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            response = await client.post(path, json=body)
+            response = await client.post(path, **request)
         beating.cancel()
         return response
 
     start = time.perf_counter()
-    assert asyncio.run(ask()).status_code == 200
-    return max(gaps), time.perf_counter() - start
+    response = asyncio.run(ask())
+    return max(gaps), time.perf_counter() - start, response
 
 
 @pytest.mark.parametrize(("method", "path", "body"), ENDPOINTS)
 def test_the_loop_turns_while_a_request_is_prepared(monkeypatch, method, path, body):
     engine = FakeEngine()
     calls = make_slow(monkeypatch, engine if method == "prepare" else shipped_tokenizer(), method)
-    longest_gap, _ = loop_gap(engine, path, body)
+    longest_gap, _, response = loop_gap(engine, path, json=body)
+    assert response.status_code == 200
     assert calls
     assert longest_gap < 0.7 * SLOW
 
@@ -90,9 +93,50 @@ def test_the_loop_turns_while_a_request_is_prepared(monkeypatch, method, path, b
 )
 def test_the_loop_turns_while_a_long_text_is_encoded(path, body):
     """In a thread, and with the interpreter left to others for most of the time."""
-    longest_gap, seconds = loop_gap(FakeEngine(max_context=1 << 20), path, body)
+    longest_gap, seconds, response = loop_gap(FakeEngine(max_context=1 << 20), path, json=body)
+    assert response.status_code == 200
     assert seconds > 0.1
     assert longest_gap < seconds / 2
+
+
+def filled(head: str, unit: str, tail: str, count: int | None = None) -> bytes:
+    """JSON of so many units, or of as many as a body may hold."""
+    space = options.BYTES_PER_TOKEN * LONG_CONTEXT - len(head) - len(tail)
+    return (head + (unit * (count or space // len(unit.encode()))).rstrip(",") + tail).encode()
+
+
+CONTENT = '{"max_tokens": 1, "messages": [{"role": "user", "content": '
+LARGE = {
+    "ids": ("/v1/completions", filled('{"prompt": [', "1,", "]}")),
+    "lists": ("/v1/completions", filled('{"prompt": [', "[],", "]}")),
+    "objects": ("/v1/messages", filled('{"max_tokens": 1, "messages": [', "{},", "]}")),
+    "as many objects as allowed": (
+        "/v1/chat/completions",
+        filled('{"messages": [', "{},", "]}", json_body.MOST_CONTAINERS - 2),
+    ),
+    "as many parts as allowed": (
+        "/v1/chat/completions",
+        filled(CONTENT + "[", '{"type":"text","text":"x"},', "]}]}", json_body.MOST_CONTAINERS - 5),
+    ),
+    "one long text": ("/v1/chat/completions", filled(CONTENT + '"', "x[0] = y, ", '"}]}')),
+    "escapes": ("/v1/completions", filled('{"prompt": "', '\\"', '"}')),
+    "spelled special tokens": ("/v1/chat/completions", filled(CONTENT + '"', "<|user|>", '"}]}')),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_the_loop_turns_while_a_large_body_is_read(kind):
+    """P59 of the API: parsing and checking it took half a minute, in which nobody else was answered."""
+    path, content = LARGE[kind]
+    longest_gap, seconds, response = loop_gap(
+        FakeEngine("x", max_context=LONG_CONTEXT),
+        path,
+        content=content,
+        headers={"Content-Type": "application/json"},
+    )
+    assert response.status_code in (200, 400)
+    assert longest_gap < SLOW
+    assert seconds < 10
 
 
 def test_streams_go_on_while_a_grammar_compiles(monkeypatch, real_base, real_engine):

@@ -54,7 +54,7 @@ def test_streamed_parts_joined_are_the_whole():
         ({}, "text or input_ids"),
         ({"text": "x", "input_ids": [1]}, "text or input_ids"),
         ({"input_ids": []}, "empty"),
-        ({"input_ids": [12288]}, "12287"),
+        ({"input_ids": [12288]}, "vocabulary"),
         ({"input_ids": ["x"]}, "input_ids.0"),
         ({"text": "x", "sampling_params": {"beams": 4}}, "beams"),
         ({"text": "x", "sampling_params": {"max_new_tokens": 1, "max_tokens": 1}}, "either"),

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import time
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from megaspan.server.middleware import ClientGone, WatchedConnection
 from tests.server.asking import QUESTION, app_of, ask
 from tests.server.fake_engine import FakeEngine
-from tests.server.live_server import live_server, wait_until
+from tests.server.live_server import everything, half_a_request, live_server, wait_until
 
 CHAT = "/v1/chat/completions"
 
@@ -70,15 +71,20 @@ def test_a_key_is_asked_for(headers, status):
 
 
 @pytest.mark.parametrize(
-    "path", ["/generate", "/abort", "/flush_cache", "/tokenize", "/v1/messages", "/v1/models"]
+    "path",
+    [
+        *("/generate", "/abort", "/flush_cache", "/tokenize", "/v1/messages", "/v1/models", "/stats"),
+        *("/metrics", "/openapi.json", "/health/", "/nothing"),
+    ],
 )
-def test_every_endpoint_that_does_something_is_guarded(path):
-    assert ask(app_of(FakeEngine(), api_keys=("k",)), path, {}).status_code == 401
+def test_everything_else_is_guarded(path):
+    for body in (None, {}):
+        assert ask(app_of(FakeEngine(), api_keys=("k",)), path, body).status_code == 401
 
 
-def test_health_and_metrics_are_open():
+def test_only_health_and_the_page_are_open():
     app = app_of(FakeEngine(), api_keys=("k",))
-    assert {ask(app, path).status_code for path in ("/health", "/metrics", "/stats")} == {200}
+    assert {ask(app, path).status_code for path in ("/health", "/", "/app.js", "/style.css")} == {200}
 
 
 async def in_pieces():
@@ -104,10 +110,10 @@ def test_a_body_over_the_limit_is_refused(content):
         (b"null", "the body"),
         (b"\xff\xfe{\x00}\x00", "UTF-8"),
         (b"\xff\xff", "body"),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
-        (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "surrogate"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "UTF-8"),
+        (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "UTF-8"),
         (b'{"messages": ' + b"[" * 100_000, "body"),
-        (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", "messages"),
+        (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", "recursion"),
         (b'{"temperature": NaN, "messages": [{"role": "user", "content": "x"}]}', "temperature"),
         (b'{"seed": 1' + b"0" * 5000 + b', "messages": []}', "body"),
         (b'{"seed": 1e400, "messages": []}', "seed"),
@@ -131,6 +137,26 @@ def test_a_list_of_wrong_elements_is_refused_at_the_first(path):
     assert time.process_time() - started < 2
     assert response.status_code == 400
     assert len(response.content) < 1000
+
+
+def test_a_stalled_upload_is_given_up_and_the_connection_closed():
+    with live_server(app_of(FakeEngine(), upload_seconds=0.3)) as base:
+        stalled = half_a_request(base)
+        assert httpx.get(f"{base}/health").status_code == 200
+        answer = everything(stalled)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"did not arrive within 0.3 seconds" in answer
+
+
+def test_an_upload_that_goes_on_too_slowly_is_stalled_too():
+    """Each piece in time, and never a whole body."""
+    with live_server(app_of(FakeEngine(), upload_seconds=0.3)) as base:
+        slow = half_a_request(base)
+        for _ in range(5):
+            time.sleep(0.1)
+            with suppress(OSError):
+                slow.sendall(b" ")
+        assert everything(slow).startswith(b"HTTP/1.1 408")
 
 
 def test_another_content_type_is_told_what_to_send():

@@ -222,26 +222,26 @@ def test_fields_that_change_nothing_are_passed_over():
         ({"n": 0}, "n", "from 1 to 8"),
         ({"n": 9}, "n", "from 1 to 8"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, None, "20"),
-        ({"temperature": -1}, None, "temperature"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs: Input"),
+        ({"temperature": -1}, "temperature", "temperature"),
         ({"temperature": "hot"}, "temperature", "number"),
-        ({"max_tokens": 0}, None, "max_tokens"),
-        ({"stop": ["x"] * 17}, None, "16"),
-        ({"stop": ""}, None, "empty"),
-        ({"messages": []}, None, "messages"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens"),
+        ({"stop": ["x"] * 17}, "stop", "16"),
+        ({"stop": ""}, "stop", "empty"),
+        ({"messages": []}, "messages", "messages"),
         ({"messages": "hi"}, "messages", "list"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "text"),
-        ({"reasoning_effort": "very"}, None, "reasoning_effort"),
-        ({"chat_template_kwargs": {"messages": []}}, None, "messages"),
-        ({"tool_choice": "required"}, None, "no tools"),
-        ({"response_format": {"type": "xml"}}, None, "json_schema"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "text"),
+        ({"reasoning_effort": "very"}, "reasoning_effort", "reasoning_effort"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "structured_outputs", "one"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format", "another"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
-        ({"logit_bias": {"12288": 1}}, None, "12287"),
-        ({"logit_bias": {"1": "x"}}, None, "logit_bias"),
-        ({"stop_token_ids": [-1]}, None, "stop_token_ids"),
+        ({"logit_bias": {"12288": 1}}, "logit_bias", "12287"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias", "logit_bias"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "stop_token_ids"),
         ({"model": "gpt"}, "model", "span-code"),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_prompt_over_the_context_is_refused_and_the_next_one_served():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_fails_is_told_in_the_protocols_shape(stream):
-    response = ask(FakeEngine(failing=True), PATH, {"messages": QUESTION, "stream": stream})
+    response = ask(FakeEngine(failing="internal"), PATH, {"messages": QUESTION, "stream": stream})
     if stream:
         assert "no numbers" in events(response)[-1]["error"]["message"]
     else:
@@ -278,5 +278,5 @@ def test_an_engine_that_fails_is_told_in_the_protocols_shape(stream):
 
 
 def test_a_grammar_that_leads_nowhere_is_the_clients_error():
-    response = ask(FakeEngine(failing=True), PATH, {"messages": QUESTION, "guided_regex": "a"})
+    response = ask(FakeEngine(failing="grammar"), PATH, {"messages": QUESTION, "guided_regex": "a"})
     assert response.status_code == 400

@@ -1,15 +1,16 @@
 """Replies are the same message however their tokens are cut, and text stays what it was."""
 
 import json
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaspan.engine.request import Output
 from megaspan.server.parser import (
     Message,
     ReasoningDelta,
-    ReplyParser,
     TextDelta,
     ToolArgumentsDelta,
     ToolCallEnd,
@@ -17,59 +18,79 @@ from megaspan.server.parser import (
     complete_message,
 )
 from tests.server.replies import (
+    END,
     MEANT,
     PLAIN,
     REPLY,
     SPECIALS,
     TOKENIZER,
-    TOOLS,
     bursts,
     call,
     ids,
     meaning,
+    merged,
     parse,
     read,
-    shape,
+    reply_of,
     spelled,
+    without_markers,
 )
 
 
 def test_a_reply_is_split_into_its_parts() -> None:
-    parser = ReplyParser(TOKENIZER, TOOLS, thinking=True)
-    events = parser.push(ids(REPLY)) + parser.finish()
+    reply = reply_of(thinking=True)
+    events = reply.push(Output("", tuple(ids(REPLY)))) + reply.push(END)
     message = complete_message(events)
     assert meaning(message) == MEANT
-    assert parser.finish_reason == "tool_calls"
-    assert parser.reasoning_tokens == len(ids(REPLY.partition("</think>")[0]))
+    assert reply.ended_in_calls
+    assert reply.parser.reasoning_tokens == len(ids(REPLY.partition("</think>")[0]))
     assert len({call.id for call in message.tool_calls}) == 2
     starts = [event for event in events if isinstance(event, ToolCallStart)]
     assert [(start.index, start.name) for start in starts] == [(0, "edit"), (1, "get_time")]
     assert [event.index for event in events if isinstance(event, ToolCallEnd)] == [0, 1]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 1000])
-def test_bursts_of_any_size_give_the_same_message(size: int) -> None:
-    """P68: several tokens a step."""
-    assert meaning(read(ids(REPLY), size, thinking=True)) == MEANT
-
-
-def test_a_cut_at_every_token_gives_the_same_message() -> None:
-    """P68."""
-    whole = ids(REPLY)
-    for cut in range(1, len(whole)):
-        assert meaning(read(whole, [cut, len(whole)], thinking=True)) == MEANT
-
-
-def test_a_reply_of_single_bytes_gives_the_same_message() -> None:
-    """P68: split at every character, and inside characters."""
+def byte_by_byte(token_ids: list[int]) -> list[int]:
+    """The same text in tokens of a byte each."""
     byte_ids = {piece: number for number, piece in enumerate(TOKENIZER.token_bytes) if len(piece) == 1}
+    specials = set(TOKENIZER.special_tokens.values())
     split = []
-    for number in ids(REPLY):
-        special = number in set(TOKENIZER.special_tokens.values())
-        pieces = [number] if special else [byte_ids[bytes([b])] for b in TOKENIZER.token_bytes[number]]
-        split += pieces
+    for number in token_ids:
+        text = TOKENIZER.token_bytes[number]
+        split += [number] if number in specials else [byte_ids[bytes([byte])] for byte in text]
+    return split
+
+
+ODD_REPLIES = {
+    "whole": REPLY,
+    "call in the reasoning": "I look.\n" + call("edit", ("path", "p"), line="") + "</think>done",
+    "no arguments": "</think>" + call("get_time") + call("get_time", line="") + "\nand on ",
+    "an unclosed call before another": "</think><tool_call>edit<arg_key>path</arg_key>" + call("get_time"),
+    "cut off in a value": "</think>"
+    + call("get_time")
+    + "<tool_call>edit<arg_key>text</arg_key><arg_value>é🙂",
+    "cut off in a name": "x\n</think>\n y \n<tool_call>get_time",
+    "markers in odd places": "a</tool_call><arg_key>b</think> c</think>\n\n<arg_value>d<|user|>e</arg_value>",
+}
+
+
+@pytest.mark.parametrize("text", ODD_REPLIES.values(), ids=ODD_REPLIES)
+@pytest.mark.parametrize("split", [list, byte_by_byte], ids=["tokens", "bytes"])
+def test_the_events_do_not_depend_on_where_a_reply_is_cut(text: str, split: Callable) -> None:
+    """P68: at every token, at every character and inside of characters, and in groups of any size."""
+    whole = split(ids(text))
+    expected = merged(parse(ids(text), 1000, thinking=True))
     for size in range(1, 7):
-        assert meaning(read(split, size, thinking=True)) == MEANT
+        assert merged(parse(whole, size, thinking=True)) == expected
+    for cut in range(1, len(whole)):
+        assert merged(parse(whole, [cut, len(whole)], thinking=True)) == expected
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 PIECES = st.sampled_from(
@@ -98,13 +119,14 @@ replies = st.lists(st.one_of(PIECES, st.text(max_size=5)), max_size=25).map("".j
 @given(replies, bursts, st.booleans(), st.booleans())
 @settings(deadline=None, max_examples=300)
 def test_any_reply_parses_alike_however_split(text: str, sizes: list[int], thinking: bool, sep: bool) -> None:
-    """P68, for replies that no model should write: no error, valid JSON, no special token shown."""
+    """P68, for replies that no model should write: no error, and JSON exactly where a call is complete."""
     token_ids = ids(text)
-    whole = read(token_ids, max(1, len(token_ids)), thinking=thinking, separate_reasoning=sep)
-    assert shape(read(token_ids, sizes, thinking=thinking, separate_reasoning=sep)) == shape(whole)
-    for made in whole.tool_calls:
-        assert isinstance(json.loads(made.arguments), dict)
+    whole = parse(token_ids, max(1, len(token_ids)), thinking=thinking, separate_reasoning=sep)
+    assert merged(parse(token_ids, sizes, thinking=thinking, separate_reasoning=sep)) == merged(whole)
+    complete = {event.index for event in whole if isinstance(event, ToolCallEnd)}
+    for index, made in enumerate(complete_message(whole).tool_calls):
         assert made.name
+        assert is_object(made.arguments) == (index in complete)
 
 
 @given(replies, bursts)
@@ -114,7 +136,6 @@ def test_events_come_in_a_client_s_order(text: str, sizes: list[int]) -> None:
     for event in parse(ids(text), sizes, thinking=True):
         match event:
             case ToolCallStart(index):
-                assert open_call is None
                 assert index == begun
                 open_call, begun = index, begun + 1
             case ToolArgumentsDelta(index):
@@ -125,7 +146,6 @@ def test_events_come_in_a_client_s_order(text: str, sizes: list[int]) -> None:
             case TextDelta(shown) | ReasoningDelta(shown):
                 assert open_call is None
                 assert shown
-    assert open_call is None
 
 
 @given(st.text(max_size=60), bursts)
@@ -149,7 +169,8 @@ def test_spelled_markers_are_text(markers: list[str], text: str) -> None:
     """A reply about the markers spells them in characters; only the special token counts."""
     text = "-" + "-".join([*markers, text]) + "-"
     assert read(spelled(text)) == Message(content=text)
-    value = read([*ids("<tool_call>edit<arg_key>text</arg_key><arg_value>"), *spelled(text)])
+    begun, ended = ids("<tool_call>edit<arg_key>text</arg_key><arg_value>"), ids("</arg_value></tool_call>")
+    value = read([*begun, *spelled(text), *ended])
     assert json.loads(value.tool_calls[0].arguments) == {"text": text}
 
 
@@ -199,3 +220,9 @@ def test_a_vocabulary_without_markers_has_them_in_text(sizes: list[int]) -> None
 def test_without_markers_in_the_vocabulary_other_text_round_trips(text: str, sizes: list[int]) -> None:
     text = f"-{text}-".replace("think>", "think")
     assert read(PLAIN.encode(text), sizes, tokenizer=PLAIN, tools=()) == Message(content=text)
+
+
+def test_the_beginning_of_a_spelled_marker_is_text_where_a_special_token_follows() -> None:
+    tokenizer = without_markers("<|user|>")
+    token_ids = [*tokenizer.encode("a <tool"), tokenizer.special("<|user|>"), *tokenizer.encode("_call>b")]
+    assert read(token_ids, tokenizer=tokenizer) == Message(content="a <tool_call>b")

@@ -81,7 +81,7 @@ def test_a_required_call_is_a_call_even_from_a_random_model(chat):
         check_levels(json.loads(call.function.arguments))
 
 
-def test_a_named_call_that_is_cut_off_still_has_valid_arguments(chat):
+def test_a_named_call_that_is_cut_off_does_not_look_complete(chat):
     """P68: a random model does not end its string, so max_tokens does."""
     named: Any = {"type": "function", "function": {"name": "note"}}
     asked = {"messages": QUESTION, "tools": OPENAI_TOOLS, "tool_choice": named, "max_tokens": 24, "seed": 0}
@@ -92,7 +92,7 @@ def test_a_named_call_that_is_cut_off_still_has_valid_arguments(chat):
     assert choice.finish_reason == "length"
     (call,) = choice.message.tool_calls
     assert call.function.name == "note"
-    assert json.loads(call.function.arguments)["text"]
+    assert json.loads(call.function.arguments + '"}')["text"]
 
 
 @pytest.mark.parametrize("thinking", [False, True])

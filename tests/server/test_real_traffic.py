@@ -69,11 +69,13 @@ def test_an_abort_by_id_ends_the_stream(real_base):
     def read() -> None:
         request = {"json": body, "headers": {"X-Request-Id": "mine"}, "timeout": 60}
         with httpx.stream("POST", f"{real_base}/v1/completions", **request) as response:
-            lines.extend(response.iter_lines())
+            for line in response.iter_lines():
+                lines.append(line)
 
     reader = threading.Thread(target=read)
     reader.start()
-    wait_until(lambda: httpx.post(f"{real_base}/abort", json={"request_id": "mine"}).status_code == 200)
+    wait_until(lambda: lines)
+    assert httpx.post(f"{real_base}/abort", json={"request_id": "mine"}).status_code == 200
     reader.join(20)
     assert '"finish_reason":"abort"' in "".join(lines)
 

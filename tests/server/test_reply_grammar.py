@@ -5,7 +5,6 @@ import pytest
 
 from megaspan.engine.sampling import Grammar
 from megaspan.server.chat import render
-from megaspan.server.parser import ReplyParser, complete_message
 from tests.server.chat_requests import (
     ASK,
     END_THINK,
@@ -15,6 +14,7 @@ from tests.server.chat_requests import (
     TOOLS,
     ids,
 )
+from tests.server.replies import read
 
 
 class Vocabulary:
@@ -80,8 +80,7 @@ def test_a_required_call_is_one_that_the_tools_allow(reply: str, right: bool) ->
     assert prompt.grammar.begins_after == END_THINK
     assert accepts(prompt.grammar, reply) == right
     if right:
-        parser = ReplyParser(TOKENIZER, prompt.tools)
-        reply_message = complete_message([*parser.push(ids(reply)), *parser.finish()])
+        reply_message = read(ids(reply), tools=prompt.tools)
         assert all(isinstance(json.loads(call.arguments), dict) for call in reply_message.tool_calls)
         assert reply_message.content == ""
 
@@ -93,6 +92,15 @@ def test_a_named_call_is_that_one() -> None:
     assert prompt.grammar.begins_after is None
     assert accepts(prompt.grammar, "<tool_call>now</tool_call>")
     assert not accepts(prompt.grammar, FULL_CALL)
+
+
+@pytest.mark.parametrize("schema", [True, {"enum": 3}, {"type": "string", "enum": ["x", 3]}])
+def test_a_required_call_may_have_odd_schemas_for_its_arguments(schema: object) -> None:
+    """JSON schema has `true` for any value; an `enum` that is no list says nothing."""
+    odd = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
+    prompt = render(TOKENIZER, ASK, [odd], "required", reasoning_effort="none")
+    assert prompt.grammar is not None
+    assert accepts(prompt.grammar, "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>")
 
 
 def test_one_call_when_calls_may_not_be_parallel() -> None:

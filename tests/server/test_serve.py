@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -16,7 +17,7 @@ from megaspan.server.app import create_app
 from megaspan.server.options import ServerOptions
 from megaspan.server.serve import bind, make_server, run
 from tests.server.fake_engine import FakeEngine
-from tests.server.live_server import wait_until
+from tests.server.live_server import everything, half_a_request, wait_until
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -56,6 +57,52 @@ def test_sigterm_lets_a_running_request_finish_and_turns_new_ones_away():
         process.kill()
     assert lines[-2] == "data: [DONE]"
     assert '"finish_reason":"stop"' in "".join(lines)
+
+
+BUSY = """
+from megaspan.server.options import ServerOptions
+from megaspan.server.serve import run
+from tests.server.fake_engine import FakeEngine
+engine = FakeEngine(max_context=1 << 25)
+encode_batch = engine.tokenizer.encode_batch
+def told(texts):
+    print("encoding", len(texts[0]), flush=True)
+    return encode_batch(texts)
+engine.tokenizer.encode_batch = told
+run(engine, ServerOptions(model_name="span-code", port=0, drain_seconds=0.5))
+"""
+
+
+def test_sigterm_ends_what_is_uploaded_and_encoded_soon_and_quietly():
+    """A text whose encoding would take half a minute, and a body of which only the half came."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", BUSY], cwd=ROOT, env=environment, **pipes)
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        told = process.stdout
+        base = told.readline().split()[-1]
+        uploading = half_a_request(base)
+        answers: list[httpx.Response] = []
+        body = {"prompt": "x = a[0] + b.c\n" * 2_000_000}
+
+        def encode() -> None:
+            answers.append(httpx.post(f"{base}/v1/completions", json=body, timeout=30))
+
+        encoding = threading.Thread(target=encode)
+        encoding.start()
+        wait_until(lambda: int(told.readline().split()[-1]) > 10_000)
+        process.send_signal(signal.SIGTERM)
+        before = time.monotonic()
+        assert process.wait(20) == 0
+        assert time.monotonic() - before < 5
+        encoding.join(10)
+        assert everything(uploading).startswith(b"HTTP/1.1 503")
+        assert [answer.status_code for answer in answers] == [503]
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize("signals", [1, 2])
@@ -103,7 +150,8 @@ def test_a_host_that_is_not_this_machine_is_one_clear_line(host):
         {"model_name": " "},
         {"port": 70000},
         {"max_body_bytes": 0},
-        {"max_waiting": 0},
+        {"max_choices": 0},
+        {"upload_seconds": 0},
         {"drain_seconds": -1},
         {"drain_seconds": float("nan")},
         {"stall_seconds": 0},

@@ -42,26 +42,28 @@ def refused(*arguments: object) -> str:
     ("options", "message"),
     [
         (("--device", "cuda:99"), "use cpu"),
-        (("--device", "abacus"), "use cpu"),
+        (("--device", "abacus"), "no device 'abacus' here: use cpu (not one of PyTorch's)\n"),
         (("--dtype", "float16"), "bfloat16"),
-        (("--latent-rows", "fp4"), "latent_rows"),
-        (("--index-rows", "int8"), "index_rows"),
-        (("--cache-gib", 0.000001), "cache_gib"),
-        (("--cache-gib", -1), "cache_gib"),
-        (("--cache-gib", 1e9), "cache_gib"),
-        (("--host-gib", 1e9), "host_gib"),
-        (("--cache-gib", "nan"), "cache_gib"),
-        (("--host-gib", -1), "host_gib"),
-        (("--disk-folder", "pages"), "host_gib"),
-        (("--write-policy", "sometimes"), "write_policy"),
-        (("--max-running", 0), "max_running"),
-        (("--max-waiting", 0), "max_waiting"),
-        (("--max-context", 0), "max_context"),
-        (("--step-ms", 0), "step_seconds"),
-        (("--drain-seconds", -1), "drain_seconds"),
+        (("--latent-rows", "fp4"), "--latent-rows must be"),
+        (("--index-rows", "int8"), "--index-rows must be"),
+        (("--cache-gib", 0.000001), "--cache-gib is"),
+        (("--cache-gib", -1), "--cache-gib must be"),
+        (("--cache-gib", 1e9), "--cache-gib asks"),
+        (("--host-gib", 1e9), "--host-gib asks"),
+        (("--cache-gib", "nan"), "--cache-gib must be"),
+        (("--host-gib", -1), "--host-gib must be"),
+        (("--disk-folder", "pages"), "set --host-gib"),
+        (("--write-policy", "sometimes"), "--write-policy must be"),
+        (("--max-running", 0), "--max-running must be at least 1"),
+        (("--max-running", 10**9), "--max-running must be at most"),
+        (("--max-waiting", 0), "--max-waiting"),
+        (("--max-context", 0), "--max-context must be at least 2, not 0"),
+        (("--max-context", 1), "--max-context must be at least 2, not 1"),
+        (("--step-seconds", 0), "--step-seconds must be"),
+        (("--drain-seconds", -1), "--drain-seconds is"),
         (("--api-key", ""), "API key"),
         (("--api-key", "two words "), "API key"),
-        (("--name", " "), "model_name"),
+        (("--name", " "), "the model's name is empty"),
         (("--port", 65536), "port"),
         (("--port", "http"), "--port"),
         (("--host", "no such host"), "--host"),
@@ -106,7 +108,7 @@ def test_the_command_serves_under_the_folders_name_with_a_key(server: Server):
             (MODEL, 1000)
         ]
         assert client.completions.create(model=MODEL, prompt="x", max_tokens=3).usage
-    for path in ("/v1/models", "/v1/messages", "/generate", "/tokenize", "/abort", "/flush_cache"):
+    for path in ("/v1/models", "/v1/messages", "/generate", "/tokenize", "/abort", "/stats"):
         assert httpx.request("GET" if "models" in path else "POST", server.base + path).status_code == 401
     assert httpx.get(f"{server.base}/health").status_code == 200
     assert "<title>" in httpx.get(server.base).text
@@ -116,7 +118,7 @@ def test_metrics_count_what_was_served(server: Server):
     body = {"text": "import os", "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
 
     def measured(name: str) -> float:
-        lines = httpx.get(f"{server.base}/metrics").text.splitlines()
+        lines = httpx.get(f"{server.base}/metrics", headers=HEADERS).text.splitlines()
         found = [line for line in lines if line.startswith(f"megaspan:{name}{{")]
         assert len(found) == 1, name
         return float(found[0].split()[-1])
@@ -147,7 +149,7 @@ def test_sigterm_lets_a_stream_finish(server: Server):
 
     reader = threading.Thread(target=read)
     reader.start()
-    wait_until(lambda: httpx.get(f"{server.base}/stats").json()["running"])
+    wait_until(lambda: httpx.get(f"{server.base}/stats", headers=HEADERS).json()["running"])
     server.process.send_signal(signal.SIGTERM)
     reader.join(60)
     assert server.process.wait(20) == 0

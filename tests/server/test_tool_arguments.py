@@ -78,9 +78,11 @@ def test_references_that_multiply_are_followed_once() -> None:
 )
 @settings(deadline=None)
 def test_arguments_are_one_json_object(pairs: list, schema: dict, closed: bool) -> None:
-    arguments, written = ToolArguments(schema), ""
+    arguments, written = ToolArguments(schema), ToolArguments.BEGINNING
     for name, texts in pairs:
         written += arguments.open(name) + "".join(map(arguments.push, texts))
         written += arguments.close() if closed else ""
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(written)
     read_back = json.loads(written + arguments.finish())
     assert list(read_back) == list(dict.fromkeys(name for name, _ in pairs))

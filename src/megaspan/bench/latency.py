@@ -3,7 +3,7 @@
 import itertools
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from megaspan.engine.engine import Engine
 from megaspan.engine.sampling import SamplingParams
 from megaspan.model.folder import LanguageModel
 
+Say = Callable[[str], None]
 ANSWER = 64  # tokens of a turn's answer
 ADDED = 200  # tokens of the second question
 
@@ -91,7 +92,9 @@ class Interference:
     reading: float
 
 
-def interference(model: LanguageModel, context: int, short: int = 100, arrivals: int = 8) -> Interference:
+def interference(
+    model: LanguageModel, context: int, short: int = 100, arrivals: int = 8, say: Say = lambda said: None
+) -> Interference:
     """One request decodes, another reads `context` tokens, and short ones arrive in between."""
     config = EngineConfig(pages=-(-(context + 16384) // 64))
     engine = _engine(model, config)
@@ -107,6 +110,7 @@ def interference(model: LanguageModel, context: int, short: int = 100, arrivals:
         while not reader.finished:
             if len(short_ones) < arrivals and request.computed > context * (len(short_ones) + 0.5) / arrivals:
                 short_ones.append(watch.submit(watch.prompt(short), 1))
+                say(f"{request.computed:,} of {context:,} tokens read in {time.perf_counter() - began:.0f} s")
             watch.step()
         ended = time.perf_counter()
         gaps = decoding.gaps(began, ended)
@@ -134,7 +138,7 @@ class SecondTurn:
     cached: tuple[int, int, int]
 
 
-def second_turn(model: LanguageModel, context: int) -> SecondTurn:
+def second_turn(model: LanguageModel, context: int, say: Say = lambda said: None) -> SecondTurn:
     """Ask, then go on with the answer and a new question: at once, after eviction, after a restart."""
     pages = -(-(context + 4096) // 64)
     with tempfile.TemporaryDirectory() as folder:
@@ -145,12 +149,15 @@ def second_turn(model: LanguageModel, context: int) -> SecondTurn:
             prompt = watch.prompt(context)
             first = watch.submit(prompt, ANSWER)
             watch.finish(first)
+            say(f"first turn: {first.first:.1f} s to the first token")
             turns = [prompt + first.token_ids + watch.prompt(ADDED) for _ in range(3)]
             on_device = watch.submit(turns[0], 1)
             watch.finish(on_device)
+            say(f"from the device: {on_device.first:.2f} s")
             _evict(engine)
             on_host = watch.submit(turns[1], 1)
             watch.finish(on_host)
+            say(f"from the host: {on_host.first:.2f} s")
             assert engine.memory.tiers is not None
             engine.memory.tiers.transfers.flush(60)
         finally:
@@ -162,6 +169,7 @@ def second_turn(model: LanguageModel, context: int) -> SecondTurn:
             watch.finish(watch.submit(watch.prompt(2000), 1))
             on_disk = watch.submit(turns[2], 1)
             watch.finish(on_disk)
+            say(f"from the disk: {on_disk.first:.2f} s")
         finally:
             engine.close()
     cached = (on_device.cached_tokens, on_host.cached_tokens, on_disk.cached_tokens)

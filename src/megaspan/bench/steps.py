@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from megaspan.engine.engine import Engine
 from megaspan.engine.sampling import SamplingParams
 from megaspan.model.batch import Batch
 from megaspan.model.cache import Cache
+from megaspan.ops.logits import logit_summary
 
 VOCABULARY = 128
 
@@ -81,7 +83,8 @@ def step_work(
     """Decode with `running` requests of about `context` tokens each on a stand-in model and time the engine.
 
     All of `Engine.step` counts: schedule, pages, batch, hand-over to the forward thread and back, sampling
-    (greedy, of a small vocabulary: the work on a large one is the device's) and outputs.
+    (greedy, from a vocabulary of VOCABULARY) and outputs. What a larger vocabulary adds is the one pass over
+    the logits, where they are: `summary_seconds`.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # its tensors are small: more threads only wait for each other
@@ -112,3 +115,14 @@ def step_work(
     micro = np.array(seconds) * 1e6
     median, percentile_99 = np.percentile(micro, (50, 99)).tolist()
     return StepWork(context, running, 1e6 * worked / steps, median, percentile_99, steps)
+
+
+def summary_seconds(rows: int, vocabulary: int, repeats: int = 9) -> float:
+    """The median time of the sampler's pass over the logits of `rows` requests, on all of torch's threads."""
+    logits = torch.randn(rows, vocabulary)
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        logit_summary(logits, vocabulary)
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)

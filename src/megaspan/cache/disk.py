@@ -7,7 +7,7 @@ import os
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,6 +40,7 @@ class DiskTier:
         self.limit_bytes, self.page_bytes = limit_bytes, page_bytes
         self.failures = 0  # refused by the disk
         self.damaged = 0  # dropped because something in them was wrong
+        self.generation = 0  # how often it was cleared
         self.nbytes = 0
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
@@ -65,6 +66,17 @@ class DiskTier:
         """Whether the page is there, as far as is known without reading it."""
         return key in self._sizes
 
+    def capacity(self, token_bytes: int) -> int:
+        """How many pages fit that have so many bytes of token ids each."""
+        return self.limit_bytes // (HEADER.size + token_bytes + self.page_bytes)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Pages that are to make room after all others, the last of them last. Does not wait for the disk."""
+        with self._lock:
+            for key in keys:
+                if key in self._sizes:
+                    self._sizes.move_to_end(key)
+
     def read(self, key: bytes, tokens: bytes) -> memoryview | None:
         """The page's payload, or None; a page with anything wrong is removed."""
         path = self._path(key)
@@ -84,35 +96,57 @@ class DiskTier:
                 path.unlink()
         return payload
 
-    def write(self, key: bytes, tokens: bytes, payload: bytes | memoryview) -> bool:
-        """Keep a page; whether it is there afterwards."""
+    def write(
+        self, key: bytes, tokens: bytes, payload: bytes | memoryview, generation: int | None = None
+    ) -> bool:
+        """Keep a page; whether it is there afterwards.
+
+        generation: the tier's when the rows were on their way here; not kept if it was cleared since.
+        """
+        generation = self.generation if generation is None else generation
         if self.has(key):
             return True
         size = HEADER.size + len(tokens) + len(payload)
-        if size > self.limit_bytes:
+        if size > self.limit_bytes or generation != self.generation:
             return False
         self._make_room(size)
         with self._failing("write"):
             self._write_file(self._path(key), self._header(key, tokens, payload), tokens, payload)
             with self._lock:
+                if generation != self.generation:
+                    return False  # cleared while it was written: `remove_unlisted` takes the file
                 self._forget(key)
                 self._sizes[key] = size
                 self.nbytes += size
             return True
         return False
 
+    def clear(self) -> None:
+        """Forget every page, at once; `remove_unlisted` removes the files."""
+        with self._lock:
+            self._sizes.clear()
+            self.nbytes = 0
+            self.generation += 1
+
+    def remove_unlisted(self) -> None:
+        """Remove the files of pages that are not listed here, whichever process wrote them."""
+        with self._failing("clear"), os.scandir(self.folder) as entries:
+            for entry in entries:
+                key = self._key(entry.name)
+                if key and not self.has(key) and entry.is_file(follow_symlinks=False):
+                    os.unlink(entry.path)
+
     def _open(self) -> None:
         """List the pages of earlier processes; remove what a killed one left half-written."""
         pages = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                with suppress(OSError, ValueError):  # gone meanwhile, or no file of ours
-                    name, _, kind = entry.name.partition(".")
+                with suppress(OSError):  # gone meanwhile
                     if not entry.is_file(follow_symlinks=False):
                         continue
-                    if kind.endswith("partial"):
+                    if entry.name.endswith(".partial"):
                         _remove_orphan(entry.path)
-                    elif entry.name == self._path(key := bytes.fromhex(name)).name and key:
+                    elif key := self._key(entry.name):
                         status = entry.stat()
                         pages.append((status.st_mtime_ns, key, status.st_size))
         for _, key, size in sorted(pages):
@@ -122,6 +156,13 @@ class DiskTier:
 
     def _path(self, key: bytes) -> Path:
         return self.folder / f"{key.hex()}.page"
+
+    def _key(self, name: str) -> bytes:
+        """The key of the page in a file of this name; empty for a file that is not ours."""
+        with suppress(ValueError):
+            key = bytes.fromhex(name.removesuffix(".page"))
+            return key if self._path(key).name == name else b""
+        return b""
 
     def _header(self, key: bytes, tokens: bytes, payload: bytes | memoryview) -> bytes:
         fields = (MAGIC, VERSION, len(tokens), len(payload), self._fingerprint)

@@ -41,10 +41,6 @@ class HostTier:
     def free(self) -> int:
         return len(self._free)
 
-    @property
-    def nbytes(self) -> int:
-        return self.memory.numel()
-
     def take(self, count: int) -> list[int] | None:
         """`count` free slots, or None (and none taken) where there are fewer."""
         if count > len(self._free):

@@ -61,21 +61,33 @@ class Job:
 
 
 class Backup(Job):
-    """Copy device `pages` to host `slots`, then give the disk copies under `entries`: (key, tokens)."""
+    """Copy device `pages` to host `slots`, then give the disk copies under `entries`: (key, tokens).
+
+    generation: the disk's when the job was made; what it has is not for a disk that was cleared since.
+    """
 
     def __init__(
-        self, pages: Sequence[int], slots: Sequence[int], entries: Sequence[tuple[bytes, bytes]] = ()
+        self,
+        pages: Sequence[int],
+        slots: Sequence[int],
+        entries: Sequence[tuple[bytes, bytes]] = (),
+        generation: int = 0,
     ):
         super().__init__()
         self.pages, self.slots, self.entries = list(pages), list(slots), list(entries)
+        self.generation = generation
 
 
 class Save(Job):
     """Write a page to the disk. payload: a copy of its bytes, so that the host slot may go."""
 
-    def __init__(self, key: bytes, tokens: bytes, payload: bytes):
+    def __init__(self, key: bytes, tokens: bytes, payload: bytes, generation: int):
         super().__init__()
-        self.key, self.tokens, self.payload = key, tokens, payload
+        self.key, self.tokens, self.payload, self.generation = key, tokens, payload, generation
+
+
+class RemoveFiles(Job):
+    """Remove what a cleared disk tier has left in its folder."""
 
 
 class Restore(Job):
@@ -108,6 +120,11 @@ class Restore(Job):
         if self.error or self._copied <= last:
             return False
         return last >= len(self._events) or self._events[last].query()
+
+    @property
+    def all_copied(self) -> bool:
+        """Whether no layer is missing, as after a pass that waited for each of them."""
+        return not self.error and self._copied > max(self._last_segment.values(), default=-1)
 
     def wait(self, layer: int) -> None:
         """Block until the layer's rows of both pools are there (on CUDA: make the current stream wait).

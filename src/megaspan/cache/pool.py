@@ -74,16 +74,12 @@ class PagePools:
         self._free = list(reversed(range(pages)))
         self._taken = bytearray(pages)
 
-    def layer_slot(self, pool: str, layer: int) -> int:
-        """Which tensor of `storage[pool]` holds a layer; ValueError for a layer that has none there."""
+    def rows(self, pool: str, layer: int) -> Tensor:
+        """All the rows of a layer, [pages * page_size, stored width]. ValueError where it has none."""
         slot = self._slots.get((pool, layer))
         if slot is None:
             raise ValueError(f"layer {layer} keeps no {pool} rows")
-        return slot
-
-    def rows(self, pool: str, layer: int) -> Tensor:
-        """All the rows of a layer, [pages * page_size, stored width]."""
-        return self.storage[pool][self.layer_slot(pool, layer)]
+        return self.storage[pool][slot]
 
     def take(self, count: int) -> list[int] | None:
         """Hand out `count` pages, or none at all where fewer are free. Their rows hold anything."""
@@ -112,11 +108,6 @@ class PagePools:
     @property
     def total_pages(self) -> int:
         return len(self._taken)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's rows in all layers of both pools."""
-        return sum(len(self.layers[pool]) * form.nbytes for pool, form in self.formats.items())
 
     @property
     def nbytes(self) -> int:

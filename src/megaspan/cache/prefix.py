@@ -1,6 +1,6 @@
 """The prefix tree: which token pages are cached, on the device or on the host, and which to evict next."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
 import numpy as np
@@ -51,12 +51,14 @@ class PrefixTree:
     Only the deepest node of a walk is stamped as used. A leaf that is evicted hands its stamp on to its
     parent, which is therefore never older than what stood on it, at a cost that no length adds to.
 
-    fingerprint: of all else that the rows depend on (model, formats); it goes into every hash.
+    fingerprint: gives a name for all else that the rows depend on (model, formats), which goes into every
+    hash. It is asked for each root, and so after every change of weights that is told.
     """
 
-    def __init__(self, page_size: int, fingerprint: bytes = b""):
+    def __init__(self, page_size: int, fingerprint: Callable[[], bytes] = bytes):
         self.page_size, self.fingerprint = page_size, fingerprint
         self.roots: dict[str, Node] = {}
+        self._cleared: list[Node] = []  # roots of what was in use when it was forgotten
         self.device_pages = self.host_pages = 0
         self.held_pages = 0  # device pages of held nodes
         self._clock = 0
@@ -67,7 +69,7 @@ class PrefixTree:
         """The empty prefix under a weights version."""
         root = self.roots.get(version)
         if root is None:
-            seed = blake2b(self.fingerprint, digest_size=16).digest()
+            seed = blake2b(self.fingerprint(), digest_size=16).digest()
             root = self.roots[version] = Node(None, b"", self.chain(seed, version.encode()))
         return root
 
@@ -194,31 +196,47 @@ class PrefixTree:
         self._left(node, parent)
         return slot
 
-    def clear(self, version: str | None = None) -> tuple[list[int], list[int]]:
-        """Drop what is not in use, of one version or all; return its device pages and host slots."""
+    def by_use(self) -> list[Node]:
+        """All nodes that a walk may find: the branch used last first, parents before their children."""
+        nodes = [node for root in self.roots.values() for node in self._below(root)]
+        used: dict[Node | None, int] = {}  # by a node or one below it
+        for node in reversed(nodes):
+            used[node] = max(node.used, used.get(node, 0))
+            used[node.parent] = max(used[node], used.get(node.parent, 0))
+        return sorted(nodes, key=lambda node: -used[node])
+
+    def clear(self) -> tuple[list[int], list[int]]:
+        """Forget everything: no walk finds it again. Returns the device pages and host slots of what nobody
+        uses; the others follow from `sweep`, once they are neither held nor moving."""
+        self._cleared += self.roots.values()
+        self.roots = {}
+        return self.sweep()
+
+    def sweep(self) -> tuple[list[int], list[int]]:
+        """Drop what nobody uses any more of what was forgotten; returns its device pages and host slots."""
         pages, slots = [], []
-        for name in list(self.roots) if version is None else [version] * (version in self.roots):
-            for node in reversed(list(self._below(self.roots[name]))):  # children before their parents
+        for root in self._cleared:
+            for node in reversed(list(self._below(root))):  # children before their parents
                 if node.holds or node.pending:
                     continue
                 if node.host >= 0:
                     slots.append(self.drop_host(node))
                 if self.is_evictable(node):
                     pages.append(self.drop_device(node))
-            if not self.roots[name].children and not self.roots[name].holds:
-                del self.roots[name]
+        self._cleared = [root for root in self._cleared if root.children or root.holds]
         return pages, slots
 
     def check(self) -> None:
         """Recount everything; AssertionError names what does not agree. For tests and idle moments."""
-        nodes = [node for root in self.roots.values() for node in self._below(root)]
+        roots = [*self.roots.values(), *self._cleared]
+        nodes = [node for root in roots for node in self._below(root)]
         pages = [node.page for node in nodes if node.page >= 0]
         slots = [node.host for node in nodes if node.host >= 0]
         assert len(set(pages)) == len(pages) == self.device_pages, "device pages"
         assert len(set(slots)) == len(slots) == self.host_pages, "host slots"
         held = sum(node.page >= 0 and node.holds > 0 for node in nodes)
         assert held == self.held_pages, "held device pages"
-        for node in (*self.roots.values(), *nodes):
+        for node in (*roots, *nodes):
             children = node.children.values()
             assert node.device_children == sum(child.page >= 0 for child in children), "device children"
             assert node.host_children == sum(child.host >= 0 for child in children), "host children"

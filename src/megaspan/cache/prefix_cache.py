@@ -19,7 +19,9 @@ class Lease:
 
     pages: device pages in order; the first `published` of them belong to the tree. node: the deepest tree
     node it holds. sources: where the pages after them are in lower tiers; below: the tree nodes of these.
-    restore: the transfer that fills the pages from `restored_from` on.
+    restore: the transfer that fills the pages from `restored_from` on. uncounted: how many of its pages
+    `restored_tokens` is still to count. private: its pages are for no other request, because all was
+    forgotten meanwhile.
     """
 
     def __init__(self, node: Node):
@@ -29,7 +31,8 @@ class Lease:
         self.sources: list[Source] = []
         self.below: list[Node] = []
         self.restore: Restore | None = None
-        self.restored_from = 0
+        self.restored_from = self.uncounted = 0
+        self.private = False
 
 
 class PrefixCache:
@@ -52,7 +55,7 @@ class PrefixCache:
         self.recompute_seconds = recompute_seconds
         self.leases: set[Lease] = set()
         self._abandoned: dict[Restore, list[int]] = {}  # pages that a transfer may still write to
-        self.restored_tokens = 0
+        self.restored_tokens = 0  # that came in full
         self.failed_restores = 0
 
     def open(self, token_ids: np.ndarray, version: str) -> Lease:
@@ -102,7 +105,7 @@ class PrefixCache:
         """The restore is staged: keep the pages that turned out good, up to the first that did not."""
         assert lease.restore is not None
         self._abandon(lease, lease.restored_from + lease.restore.usable)
-        self.restored_tokens += lease.restore.usable * self.page_size
+        lease.uncounted = lease.restore.usable
 
     def abandon_restore(self, lease: Lease) -> None:
         """The restore failed: the lease ends where the device's pages did, and what it read is forgotten."""
@@ -112,7 +115,7 @@ class PrefixCache:
         self._abandon(lease, lease.restored_from)
         self._forget_below(lease)
         self.tiers.forget(lease.restore, nodes)
-        lease.restore = None
+        lease.restore, lease.uncounted = None, 0
         self.failed_restores += 1
 
     def grow(self, lease: Lease, tokens: int) -> list[int] | None:
@@ -129,10 +132,13 @@ class PrefixCache:
         """Hand full pages to the tree; token_ids [n · page_size] are those of the first unpublished ones.
 
         Returns (index, page) where another request had published the same tokens: its page replaces the
-        lease's own. Nothing happens while a restore still writes to the pages, or where one failed.
+        lease's own. Nothing is handed over while a restore still writes to the pages, or where one failed.
         """
         restore = lease.restore
-        if not self.reuse or (restore is not None and (restore.error or not restore.done)):
+        if restore is not None and restore.all_copied:
+            self.restored_tokens += lease.uncounted * self.page_size
+            lease.uncounted = 0
+        if not self.reuse or lease.private or (restore is not None and (restore.error or not restore.done)):
             return []
         swaps, node = [], lease.node
         for start in range(0, len(token_ids), self.page_size):
@@ -156,12 +162,19 @@ class PrefixCache:
         if lease not in self.leases:
             return
         self.leases.remove(lease)
-        if lease.restore is not None and not lease.restore.done:
-            self._abandon(lease, lease.restored_from)
+        if lease.restore is not None and self.tiers is not None:
+            if not lease.restore.done:
+                self._abandon(lease, lease.restored_from)
+            self.tiers.withdraw(lease.restore)
         self._forget_below(lease)
         self.pools.give(lease.pages[lease.published :])
         self.tree.release(lease.node)
         lease.pages, lease.published, lease.restore = [], 0, None
+        if lease.private:
+            pages, slots = self.tree.sweep()
+            self.pools.give(pages)
+            if self.tiers is not None:
+                self.tiers.host.give(slots)
 
     def available(self) -> int:
         """Pages that are free, or would be after eviction."""
@@ -194,11 +207,14 @@ class PrefixCache:
             self.pools.give(self._abandoned.pop(restore))
 
     def flush(self) -> int:
-        """Forget every cached page that nothing uses, on device and host; returns how many device pages."""
+        """Forget all prefixes, in every tier: nothing that is there now is leased again. Returns how many
+        device pages come free; those in use do so when their leases are closed."""
         pages, slots = self.tree.clear()
+        for lease in self.leases:
+            lease.private = True
         self.pools.give(pages)
         if self.tiers is not None:
-            self.tiers.host.give(slots)
+            self.tiers.flush(slots)
         return len(pages)
 
     @property

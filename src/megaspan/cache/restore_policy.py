@@ -15,10 +15,6 @@ class RestorePolicy:
         self._prior = self._seconds_per_byte = 1 / prior
         self._weight = weight
 
-    @property
-    def bytes_per_second(self) -> float:
-        return 1 / self._seconds_per_byte
-
     def measured(self, nbytes: int, seconds: float) -> None:
         """A restore of so many bytes took so long."""
         if nbytes > 0 and seconds > 0:

@@ -8,12 +8,7 @@ from torch import Tensor
 from megaspan.config import ModelConfig
 from megaspan.costs.memory import WIDTHS, Format, index_row_bytes, latent_row_bytes
 from megaspan.errors import UserError
-from megaspan.ops.quant import (
-    decode_index_rows,
-    decode_latent_rows,
-    encode_index_rows,
-    encode_latent_rows,
-)
+from megaspan.ops.quant import encode_index_rows, encode_latent_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.uint8}
 
@@ -59,14 +54,6 @@ class RowFormat:
         if self.latent_rank is None:
             return encode_index_rows(rows)
         return encode_latent_rows(rows, self.latent_rank)
-
-    def decode(self, stored: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Stored rows [N, stored_width] → [N, width] of `dtype`; FP8 index keys stay rotated."""
-        if self.name != "fp8":
-            return stored.to(dtype)
-        if self.latent_rank is None:
-            return decode_index_rows(stored).to(dtype)
-        return decode_latent_rows(stored, self.latent_rank, self.width - self.latent_rank, dtype)
 
 
 def _known(name: Format) -> Format:

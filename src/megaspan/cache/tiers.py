@@ -5,6 +5,8 @@ then comes free at the end of the transfer. A page whose transfer has not been a
 stays where it is.
 """
 
+import time
+
 import numpy as np
 
 from megaspan.cache.disk import DiskTier
@@ -35,6 +37,7 @@ class Tiers:
         self._backups: dict[Backup, list[Node]] = {}
         self._restores: dict[Restore, list[Node]] = {}  # the nodes whose slots are read
         self._leaving: dict[Backup, list[Node]] = {}  # nodes to evict when it ends, in this order
+        self._flushed: set[Backup] = set()  # those under way when all was forgotten
 
     # ---- down
 
@@ -86,6 +89,39 @@ class Tiers:
             self.host.give([self.tree.drop_host(node) for node in self.tree.host_candidates(missing)])
         return self.host.take(min(count, self.host.free)) or []
 
+    def save_all(self, seconds: float) -> bool:
+        """Give the disk what it lacks of all prefixes, for the next process; whether that came to an end.
+
+        The most recently used come first, and no more than it has room for, so that what a bound cuts off
+        is what will be missed least.
+        """
+        if self.disk is None:
+            return True
+        deadline = time.monotonic() + seconds
+        self.poll()  # what was published last
+        wanted = self.tree.by_use()[: self.disk.capacity(4 * self.tree.page_size)]
+        self.disk.touch(node.hash for node in reversed(wanted))
+        lacking: list[Node] | None = None
+        while self.transfers.flush_saves(deadline - time.monotonic()):
+            self.poll()
+            before, lacking = lacking, [node for node in wanted if self._is_only_above(node)]
+            if not lacking or lacking == before:  # the disk takes no more
+                return not lacking
+            self._send_to_disk(lacking[: self.transfers.staged_pages])
+        return False
+
+    def _is_only_above(self, node: Node) -> bool:
+        """Whether a page is on the device or the host, and not on the disk."""
+        assert self.disk is not None
+        return (node.page >= 0 or node.host >= 0) and not self.disk.has(node.hash)
+
+    def _send_to_disk(self, nodes: list[Node]) -> None:
+        assert self.disk is not None
+        for node in nodes:
+            if node.host >= 0:
+                self.transfers.save(node.host, node.hash, node.tokens, self.disk.generation)
+        self._save([node for node in nodes if node.host < 0 and not node.pending])
+
     def _backed_up(self, job: Backup) -> None:
         for node, slot in zip(self._backups.pop(job), job.slots, strict=True):
             node.pending -= 1
@@ -96,6 +132,11 @@ class Tiers:
         for node in self._leaving.pop(job, []):
             if self.tree.is_evictable(node):
                 self.pools.give([self.tree.drop_device(node)])
+        if job in self._flushed:
+            self._flushed.remove(job)
+            pages, slots = self.tree.sweep()
+            self.pools.give(pages)
+            self.host.give(slots)
 
     # ---- up
 
@@ -125,10 +166,18 @@ class Tiers:
         self._restores[job] = list(nodes)
         return job
 
-    def forget(self, job: Restore, nodes: list[Node]) -> None:
-        """What a failed restore read is not offered again. Its thread may still read the slots: no harm."""
+    def withdraw(self, job: Restore) -> None:
+        """Nobody waits for this any more, nor is anybody to wait because of it.
+
+        Its thread may read on, from slots that are another's by then: all that it fills are pages that stay
+        its own until it lets go, and memory that nobody else knows of.
+        """
         job.abort()
         self._let_go(job)
+
+    def forget(self, job: Restore, nodes: list[Node]) -> None:
+        """What a failed restore read is not offered again."""
+        self.withdraw(job)
         for node in reversed(nodes):
             if node.host >= 0 and not (node.pending or node.holds):
                 self.host.give([self.tree.drop_host(node)])
@@ -143,6 +192,13 @@ class Tiers:
             node.pending -= 1
 
     # ---- bookkeeping
+
+    def flush(self, slots: list[int]) -> None:
+        """Forget all that is here: `slots`, which the tree has given up, what is on its way, and the disk."""
+        self.host.give(slots)
+        self._published = []
+        self._flushed.update(self._backups)
+        self.transfers.clear_disk()
 
     def poll(self) -> None:
         """Take note of ended transfers, then save what was published since. Never blocks."""

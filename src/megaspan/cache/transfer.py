@@ -2,7 +2,8 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,17 +11,15 @@ import torch
 from torch import Tensor
 
 from megaspan.cache.host import HostTier
-from megaspan.cache.jobs import Backup, Job, Restore, RestoreFailed, Save, Source
-from megaspan.cache.restore_policy import RestorePolicy
+from megaspan.cache.jobs import Backup, Job, RemoveFiles, Restore, RestoreFailed, Save, Source
 from megaspan.cache.worker import Worker
 
 if TYPE_CHECKING:
     from megaspan.cache.disk import DiskTier
     from megaspan.cache.pool import Segment
 
-__all__ = ["Backup", "Restore", "RestoreFailed", "RestorePolicy", "Source", "Transfers"]
-
 UNSAVED_BYTES = 1 << 30  # copies of pages that wait for the disk
+STAGED_BYTES = 64 << 20  # copies that a thread holds of the pages it moves, for each of two stages
 
 
 class Transfers:
@@ -51,7 +50,7 @@ class Transfers:
         self._host_pages = host.columns(host.memory)
         self._finished: deque[Backup | Restore] = deque()
         self._unfinished: set[Backup | Restore] = set()  # not yet returned by `finished`
-        self._open = 0  # jobs
+        self._open = self._saving = 0  # jobs; those of them that are no restores
         self._unsaved_bytes = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -73,14 +72,16 @@ class Transfers:
         """
         if len(pages) != len(slots) or (entries and len(entries) != len(pages)):
             raise ValueError(f"{len(pages)} pages do not fit {len(slots)} slots and {len(entries)} entries")
-        job = Backup(pages, slots, entries if self.disk is not None else ())
+        job = Backup(pages, slots)
+        if self.disk is not None:
+            job.entries, job.generation = list(entries), self.disk.generation
         self._unfinished.add(job)
         self._submit(self._backups, job)
         return job
 
     def restore(self, sources: Sequence[Source], pages: Sequence[int]) -> Restore:
-        """Fill device pages from host slots and disk pages. Pages on the disk are read and checked before the
-        copy begins, all of the job at once: they take as much memory as they have bytes."""
+        """Fill device pages from host slots and disk pages. Those on the disk are read and checked before
+        they are copied, STAGED_BYTES of them at a time."""
         if len(sources) != len(pages):
             raise ValueError(f"{len(sources)} sources cannot fill {len(pages)} pages")
         job = Restore(sources, pages, self._last_segment, self.timeout)
@@ -112,10 +113,34 @@ class Transfers:
         self._unfinished.difference_update(jobs)
         return jobs
 
+    def save(self, slot: int, key: bytes, tokens: bytes, generation: int) -> None:
+        """Give the disk a copy of what is in a host slot, unless too much waits for it already."""
+        assert self.disk is not None
+        if self.disk.has(key):
+            return
+        with self._changed:
+            if self._unsaved_bytes + self.host.page_bytes > UNSAVED_BYTES:
+                self.unsaved_pages += 1
+                return
+            self._unsaved_bytes += self.host.page_bytes
+        payload = self.host.memory[slot].numpy().tobytes()
+        self._submit(self._saves, Save(key, tokens, payload, generation))
+
+    def clear_disk(self) -> None:
+        """Forget what is on the disk and on its way there. Does not wait for the disk."""
+        if self.disk is not None:
+            self.disk.clear()
+            self._submit(self._saves, RemoveFiles())
+
     def flush(self, seconds: float) -> bool:
         """Wait until no job is open and all is on the disk, at most so long; whether it came to that."""
         with self._changed:
             return self._changed.wait_for(lambda: self._open == 0, seconds)
+
+    def flush_saves(self, seconds: float) -> bool:
+        """The same, though restores may go on, or hang."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._saving == 0, seconds)
 
     def close(self) -> None:
         """Stop the threads: open jobs fail and are acknowledged when their thread has let go of them.
@@ -134,6 +159,7 @@ class Transfers:
     def _submit(self, worker: Worker, job: Job) -> None:
         with self._changed:
             self._open += 1
+            self._saving += not isinstance(job, Restore)
             if not self._closed:
                 return worker.submit(job)
         job.fail(RestoreFailed("the transfers are closed"))
@@ -148,6 +174,7 @@ class Transfers:
             if isinstance(job, Save):
                 self._unsaved_bytes -= len(job.payload)
             self._open -= 1
+            self._saving -= not isinstance(job, Restore)
             self._changed.notify_all()
 
     def _begin_segment(self, worker: Worker, job: Backup | Restore, segment: "Segment") -> None:
@@ -160,40 +187,68 @@ class Transfers:
         slots = torch.tensor(job.slots)
         for number, segment in enumerate(self.segments):
             self._begin_segment(self._backups, job, segment)
-            rows = self._device_pages[number].index_select(0, pages)
-            self._host_pages[number].index_copy_(0, slots, rows.cpu())
+            source, target = self._device_pages[number], self._host_pages[number]
+            for some_pages, some_slots in _in_parts(source, pages, slots):
+                target.index_copy_(0, some_slots, source.index_select(0, some_pages).cpu())
         for slot, (key, tokens) in zip(job.slots, job.entries, strict=False):
-            self._queue_save(slot, key, tokens)
+            self.save(slot, key, tokens, job.generation)
 
-    def _queue_save(self, slot: int, key: bytes, tokens: bytes) -> None:
+    def _save(self, job: Save | RemoveFiles) -> None:
         assert self.disk is not None
-        if self.disk.has(key):
-            return
-        with self._changed:
-            if self._unsaved_bytes + self.host.page_bytes > UNSAVED_BYTES:
-                self.unsaved_pages += 1
-                return
-            self._unsaved_bytes += self.host.page_bytes
-        self._submit(self._saves, Save(key, tokens, self.host.memory[slot].numpy().tobytes()))
-
-    def _save(self, job: Save) -> None:
-        assert self.disk is not None
-        self.disk.write(job.key, job.tokens, job.payload)
+        if isinstance(job, RemoveFiles):
+            self.disk.remove_unlisted()
+        else:
+            self.disk.write(job.key, job.tokens, job.payload, job.generation)
 
     def _restore(self, job: Restore) -> None:
-        parts = self._stage(job)
-        for number, segment in enumerate(self.segments):
-            self._begin_segment(self._restoring, job, segment)
-            for columns, rows, pages in parts:
-                _copy_rows(columns[number].index_select(0, rows), self._device_pages[number], pages)
-            job.mark(number + 1, self._restoring.event())
+        """Copy the pages, those from the disk group by group: a long prefix must not take its bytes twice.
 
-    def _stage(self, job: Restore) -> list[tuple[list[Tensor], Tensor, Tensor]]:
+        Which of them are good is known when the last group has been read; its copy completes the layers.
+        """
+        groups = self._groups(job.sources)
+        on_disk = sum(not source.on_host for source in job.sources)
+        staged = torch.empty(min(on_disk, self.staged_pages), self.host.page_bytes, dtype=torch.uint8)
+        for first, stop in groups:
+            good = self._read(job, first, stop, staged)
+            is_last = good < stop or stop == len(job.sources)
+            if is_last:
+                job.stage(good)
+            self._copy_group(job, self._parts(job, first, good, staged), is_last)
+            if is_last:
+                return
+
+    @property
+    def staged_pages(self) -> int:
+        """How many pages may be copied at once."""
+        return max(1, STAGED_BYTES // self.host.page_bytes)
+
+    def _groups(self, sources: Sequence[Source]) -> list[tuple[int, int]]:
+        """(first, stop) of runs of sources; the disk pages of each may be in memory at once."""
+        on_disk = [number for number, source in enumerate(sources) if not source.on_host]
+        starts = on_disk[self.staged_pages :: self.staged_pages]
+        return list(pairwise([0, *starts, len(sources)]))
+
+    def _read(self, job: Restore, first: int, stop: int, staged: Tensor) -> int:
+        """Read the group's disk pages into staged [N, page_bytes]; return the first bad source, or `stop`."""
+        count = 0
+        for number in range(first, stop):
+            source = job.sources[number]
+            if source.on_host:
+                continue
+            self._restoring.progress(job)
+            payload = self.disk.read(source.key, source.tokens) if self.disk is not None else None
+            if payload is None:
+                return number
+            staged[count].numpy()[:] = np.frombuffer(payload, np.uint8)
+            count += 1
+        return stop
+
+    def _parts(
+        self, job: Restore, first: int, stop: int, staged: Tensor
+    ) -> list[tuple[list[Tensor], Tensor, Tensor]]:
         """What to copy: packed pages by segment, words [N, B]; which of them, [P]; into which pages, [P]."""
-        read, usable = self._read(job)
-        job.stage(usable)
-        on_host = [number for number in range(usable) if job.sources[number].on_host]
-        on_disk = [number for number in range(usable) if not job.sources[number].on_host]
+        on_host = [number for number in range(first, stop) if job.sources[number].on_host]
+        on_disk = [number for number in range(first, stop) if not job.sources[number].on_host]
         slots = [job.sources[number].slot for number in on_host]
         return [
             (
@@ -203,26 +258,29 @@ class Transfers:
             )
             for columns, rows, numbers in (
                 (self._host_pages, slots, on_host),
-                (self.host.columns(read), range(len(on_disk)), on_disk),
+                (self.host.columns(staged), range(len(on_disk)), on_disk),
             )
             if numbers
         ]
 
-    def _read(self, job: Restore) -> tuple[Tensor, int]:
-        """The job's disk pages, uint8 [N, page_bytes]; how many sources come before the first bad one."""
-        wanted = sum(not source.on_host for source in job.sources)
-        memory = torch.empty(wanted, self.host.page_bytes, dtype=torch.uint8)
-        count = 0
-        for number, source in enumerate(job.sources):
-            if source.on_host:
-                continue
-            self._restoring.progress(job)
-            payload = self.disk.read(source.key, source.tokens) if self.disk is not None else None
-            if payload is None:
-                return memory, number
-            memory[count].numpy()[:] = np.frombuffer(payload, np.uint8)
-            count += 1
-        return memory, len(job.sources)
+    def _copy_group(
+        self, job: Restore, parts: list[tuple[list[Tensor], Tensor, Tensor]], is_last: bool
+    ) -> None:
+        for number, segment in enumerate(self.segments):
+            self._begin_segment(self._restoring, job, segment)
+            target = self._device_pages[number]
+            for columns, rows, pages in parts:
+                for some_rows, some_pages in _in_parts(target, rows, pages):
+                    _copy_rows(columns[number].index_select(0, some_rows), target, some_pages)
+                    self._restoring.keep_pace()
+            if is_last:
+                job.mark(number + 1, self._restoring.event())
+
+
+def _in_parts(pages: Tensor, *numbers: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Numbers [P] of `pages`, words [N, B], by as many as may be copied at once."""
+    count = max(1, STAGED_BYTES // (pages.shape[1] * pages.element_size()))
+    return zip(*(each.split(count) for each in numbers), strict=True)
 
 
 def _copy_rows(rows: Tensor, pages: Tensor, numbers: Tensor) -> None:

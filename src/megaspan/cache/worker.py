@@ -25,6 +25,7 @@ class Worker:
         self._run, self._acknowledge = run, acknowledge
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._busy_since: float | None = None  # the last sign of life in the job at hand
+        self._newest: torch.cuda.Event | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name=f"megaspan {name}", daemon=True)
         self._thread.start()
@@ -54,6 +55,13 @@ class Worker:
         event = torch.cuda.Event()
         event.record(self.stream)
         return event
+
+    def keep_pace(self) -> None:
+        """On CUDA: wait for all copies but the newest, so that few buffers are in use at once."""
+        if self.stream is not None:
+            before, self._newest = self._newest, self.event()
+            if before is not None:
+                before.synchronize()
 
     def stop(self) -> None:
         self._stopping = True

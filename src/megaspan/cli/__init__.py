@@ -7,7 +7,16 @@ from typing import Annotated
 import typer
 
 from megaspan.cli import bench, serve
-from megaspan.cli.shell import MODEL, AsJson, Commands, DType, ModelFolder, Threads, print_json
+from megaspan.cli.shell import (
+    MODEL,
+    AsJson,
+    Commands,
+    DType,
+    ModelFolder,
+    Threads,
+    print_json,
+    share_processors,
+)
 from megaspan.errors import UserError
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -22,6 +31,8 @@ def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """The GLM-5.2 million-token system: read a repository, complete its code, plan, train, measure."""
+    if context.invoked_subcommand != "bench":  # peers are to find the runtime as it comes
+        share_processors()
     if version:
         from importlib.metadata import version as installed
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from megaspan.cli.shell import MODEL, AsJson, ModelFolder, Threads, print_json
+from megaspan.cli.shell import MODEL, AsJson, ModelFolder, Threads, print_json, share_processors
 from megaspan.errors import UserError
 
 app = typer.Typer(help="Measure megaspan and its peers.")
@@ -106,10 +106,12 @@ def bench_serving(
     seed: Annotated[int, typer.Option(help="Of the traffic.")] = 0,
     host_gib: Annotated[float, typer.Option(help="Host tier of the server that is started.")] = 0.0,
     cache_gib: Annotated[float, typer.Option(help="Device cache of the server that is started.")] = 2.0,
+    threads: Threads = None,
     plot: Annotated[Path | None, typer.Option(help="Draw first-token times here.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Throughput and latencies under agents' multi-turn traffic, against any OpenAI-compatible server."""
+    share_processors()
     from rich.console import Console
 
     from megaspan.bench import serving
@@ -136,11 +138,15 @@ def bench_serving(
         name = None if model == str(MODEL) else model
         result = serving.run(url, traffic, name, api_key, say)
     else:
+        import torch
+
         from megaspan.engine.async_engine import AsyncEngine
         from megaspan.engine.config import EngineConfig
         from megaspan.engine.engine import Engine
         from megaspan.model.folder import LanguageModel, load_folder
 
+        if threads is not None:
+            torch.set_num_threads(threads)
         engine = Engine(
             load_folder(model, "auto", "cpu", LanguageModel),
             EngineConfig(host_gib=host_gib, cache_gib=cache_gib),
@@ -167,6 +173,7 @@ def bench_engine(
     as_json: AsJson = False,
 ) -> None:
     """The engine's figures: its own work per step, gaps, second turns, concurrent streams."""
+    share_processors()
     from dataclasses import asdict
 
     import torch
@@ -176,7 +183,7 @@ def bench_engine(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    rows = engine.run(str(model), parts.split(","), lambda said: print(said, file=sys.stderr))
+    rows = engine.run(str(model), parts.split(","), lambda said: print(said, file=sys.stderr), threads)
     if record:
         engine.record(rows)
     if as_json:

@@ -29,7 +29,7 @@ def serve(
     disk_folder: Annotated[Path | None, typer.Option(help="Folder of the tier on disk.")] = None,
     disk_gib: Annotated[float, typer.Option(help="GiB of the tier on disk.")] = 8.0,
     write_policy: Annotated[str, typer.Option(help="write_through or write_back.")] = "write_through",
-    step_ms: Annotated[float, typer.Option(help="Time budget of a step that reads prompts.")] = 250.0,
+    step_seconds: Annotated[float, typer.Option(help="Budget of a step that reads prompts.")] = 0.25,
     drain_seconds: Annotated[float, typer.Option(help="For running requests after SIGTERM.")] = 30.0,
     cors: Annotated[list[str] | None, typer.Option(help="Origin whose pages may call; may repeat.")] = None,
     threads: Threads = None,
@@ -43,7 +43,6 @@ def serve(
         host=host,
         port=port,
         api_keys=tuple(api_key or ()),
-        max_waiting=max_waiting,
         drain_seconds=drain_seconds,
         cors=tuple(cors or ()),
     )
@@ -58,7 +57,7 @@ def serve(
         disk_folder=disk_folder,
         disk_gib=disk_gib,
         write_policy=write_policy,  # pyright: ignore[reportArgumentType]
-        step_seconds=step_ms / 1000,
+        step_seconds=step_seconds,
     )
     _run(model, dtype.value, device, batch_invariant, threads, config, options)
 

@@ -3,8 +3,12 @@
 import errno
 import io
 import json
+import os
+import re
 import sys
 from enum import StrEnum
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +20,8 @@ from megaspan.errors import UserError
 MODEL = Path("models/span-code")
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 UNWRITABLE |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
+FIELD = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
+SPIN_COUNT = 2000  # some 40 µs: what a thread that sleeps instead takes to wake up
 
 
 class Commands(TyperGroup):
@@ -45,6 +51,30 @@ class Commands(TyperGroup):
             _fail(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
         else:
             sys.exit(code if isinstance(code, int) else 0)
+
+    def invoke(self, ctx: typer.Context) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Where a command sets fields of a config, an error about one of them names the option instead."""
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            options = _options(self.commands[ctx.invoked_subcommand or ""])
+            raise UserError(FIELD.sub(lambda field: options.get(field[0], field[0]), str(error))) from error
+
+
+def _options(command: Any) -> dict[str, str]:
+    """The options of a command and of those below it, by their parameters."""
+    own = {parameter.name: parameter.opts[0] for parameter in command.params}
+    return reduce(or_, map(_options, getattr(command, "commands", {}).values()), own)
+
+
+def share_processors() -> None:
+    """Keep parallel loops from spinning on processors that others need. For use before torch is loaded.
+
+    At the end of a loop GNU's OpenMP spins for milliseconds, until the last thread is there. Where another
+    process keeps that thread from running, each of the hundreds of loops of a decoding step takes as long.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
 
 def _fail(message: str) -> None:

@@ -135,7 +135,7 @@ class AsyncEngine:
         return self.engine.stats()
 
     async def flush_cache(self) -> int:
-        """Forget cached prefixes that no request uses; returns the device pages freed."""
+        """Forget all cached prefixes, in every tier; returns the device pages freed."""
         self._check_running()
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         with self._wake:

@@ -3,14 +3,29 @@
 from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from megaspan.config import ModelConfig
 from megaspan.costs.memory import GIB
 from megaspan.errors import UserError
 
 RowName = Literal["auto", "float32", "bfloat16", "fp8"]
-ROW_NAMES = ("auto", "float32", "bfloat16", "fp8")
+WritePolicy = Literal["write_through", "write_back"]
+CHOICES = {
+    "latent_rows": get_args(RowName),
+    "index_rows": get_args(RowName),
+    "write_policy": get_args(WritePolicy),
+}
+LEAST = {
+    "max_running": 1,
+    "max_waiting": 1,
+    "max_context": 2,  # a token to read and one to write
+    "page_size": 1,
+    "pages": 1,
+    "max_chunk": 1,
+    "host_pages": 0,
+}
+MOST_RUNNING = 4096  # each has a row of the page table and, once one has penalties, of the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +54,7 @@ class EngineConfig:
     prefix_cache: bool = True
     host_gib: float = 0.0
     host_pages: int | None = None
-    write_policy: Literal["write_through", "write_back"] = "write_through"
+    write_policy: WritePolicy = "write_through"
     disk_folder: Path | None = None
     disk_gib: float = 8.0
     step_seconds: float = 0.25
@@ -48,33 +63,20 @@ class EngineConfig:
     weights_version: str = "0"
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_waiting", "page_size", "max_chunk"):
-            _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
-        for name in ("max_context", "pages", "host_pages"):
+        for name, least in LEAST.items():
             value = getattr(self, name)
-            _require(
-                value is None or value >= (0 if name == "host_pages" else 1), name, "is too small", value
-            )
+            _require(value is None or value >= least, name, f"must be at least {least}", value)
+        most = f"must be at most {MOST_RUNNING:,}"
+        _require(self.max_running <= MOST_RUNNING, "max_running", most, self.max_running)
         for field in fields(self):
             if field.type is float:
                 value = getattr(self, field.name)
                 _require(isfinite(value) and value >= 0, field.name, "must be a number from 0 on", value)
         _require(self.step_seconds > 0, "step_seconds", "must be above 0", self.step_seconds)
         _require(self.load_timeout > 0, "load_timeout", "must be above 0", self.load_timeout)
-        for name in ("latent_rows", "index_rows"):
-            _require(
-                getattr(self, name) in ROW_NAMES,
-                name,
-                f"must be one of {', '.join(ROW_NAMES)}",
-                getattr(self, name),
-            )
-        policies = ("write_through", "write_back")
-        _require(
-            self.write_policy in policies,
-            "write_policy",
-            "must be write_through or write_back",
-            self.write_policy,
-        )
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            _require(value in choices, name, f"must be {', '.join(choices[:-1])} or {choices[-1]}", value)
         if self.disk_folder is not None and not self.has_host:
             raise UserError("a disk tier needs a host tier to pass through: set host_gib above 0")
         if self.has_host and not self.prefix_cache:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FRACTION_BITS = 40  # a token's weight is a whole number: 2**40 for the best one, so 2**-40 is the least share
+from megaspan.ops.logits import FRACTION_BITS
+
 ID_BITS = 22  # a weight and an id fit in one int64, and so does the sum of 2**22 weights
 LARGEST_VOCABULARY = 1 << ID_BITS
 FIRST_CANDIDATES = 256  # a nucleus is seldom wider; the whole vocabulary is sorted only where it is

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megaspan.cache.transfer import RestoreFailed
+from megaspan.cache.jobs import RestoreFailed
 from megaspan.engine.config import EngineConfig
 from megaspan.engine.intake import Intake
 from megaspan.engine.memory import Memory
@@ -225,7 +225,9 @@ class Engine:
         self.scheduler.weights_version = version
 
     def flush_cache(self) -> int:
-        """Forget the prefixes that no request uses, on device and host; returns the device pages freed."""
+        """Forget all prefixes, on device, host and disk: no request that begins from now on is given rows
+        computed before. Returns the device pages freed; what running requests use stays theirs to the end.
+        """
         return self.memory.prefixes.flush()
 
     def stats(self) -> EngineStats:

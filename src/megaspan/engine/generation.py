@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megaspan.cache.growing import GrowingCache
 from megaspan.config import ModelConfig
-from megaspan.errors import UserError
+from megaspan.errors import BadPrompt, UserError
 from megaspan.model.batch import Batch
 from megaspan.model.transformer import Transformer
 
@@ -67,20 +67,20 @@ class Generation:
 def check_prompt(config: ModelConfig, token_ids: Sequence[int] | Tensor, past: int = 0) -> Tensor:
     """The prompt as int64 [T], checked: a UserError says what the model cannot read after `past` tokens."""
     if len(token_ids) == 0:
-        raise UserError("the prompt is empty: give at least one token")
+        raise BadPrompt("the prompt is empty: give at least one token")
     try:
         ids = torch.as_tensor(token_ids)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"the prompt must be a list of token ids: {error}") from None
+        raise BadPrompt(f"the prompt must be a list of token ids: {error}") from None
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
-        raise UserError(f"the prompt must be a list of token ids, not {ids.dtype} of shape {list(ids.shape)}")
+        raise BadPrompt(f"the prompt must be a list of token ids, not {ids.dtype} of shape {list(ids.shape)}")
     limit = config.max_position_embeddings
     if past + len(ids) > limit:
         after = f" after {past} others" if past else ""
-        raise UserError(f"the prompt has {len(ids)} tokens{after}, more than the model's {limit}: shorten it")
+        raise BadPrompt(f"the prompt has {len(ids)} tokens{after}, more than the model's {limit}: shorten it")
     outside = (ids < 0) | (ids >= config.vocab_size)
     if outside.any():
-        raise UserError(_outside(int(ids[outside][0]), config))
+        raise BadPrompt(_outside(int(ids[outside][0]), config))
     return ids.long()
 
 

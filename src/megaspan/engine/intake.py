@@ -11,11 +11,11 @@ from megaspan.engine.generation import check_prompt
 from megaspan.engine.request import Request
 from megaspan.engine.sampling import SamplingParams
 from megaspan.engine.stops import StopStrings
-from megaspan.errors import UserError
+from megaspan.errors import ContextTooLong, UserError
 from megaspan.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from megaspan.engine.grammar import GrammarCompiler
+    from megaspan.engine.grammar_compiler import GrammarCompiler
 
 
 class Intake:
@@ -32,13 +32,10 @@ class Intake:
 
     def prepare(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None) -> Request:
         """Takes a while for a long prompt or a large grammar. UserError for what cannot be served."""
-        ids = check_prompt(self.config, prompt)
-        room = self.max_context - len(ids)
+        room = self.max_context - len(prompt)
         if room < 1:
-            raise UserError(
-                f"the prompt has {len(ids)} tokens, but a request holds {self.max_context} at most, "
-                "its completion included: shorten it or give the cache more memory"
-            )
+            raise ContextTooLong(f"{len(prompt)} tokens", self.max_context)
+        ids = check_prompt(self.config, prompt)
         request = Request(
             request_id or secrets.token_hex(8),
             ids.tolist(),
@@ -55,7 +52,7 @@ class Intake:
         return request
 
     def _compiler(self) -> "GrammarCompiler":
-        from megaspan.engine.grammar import GrammarCompiler  # its library is needed for nothing else
+        from megaspan.engine.grammar_compiler import GrammarCompiler  # its library is needed for nothing else
 
         tokenizer = self._required_tokenizer("a grammar")
         with self._building:

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +23,10 @@ from megaspan.engine.config import EngineConfig, RowName
 from megaspan.engine.pace import StepCost
 from megaspan.errors import UserError
 from megaspan.model.transformer import Transformer
+from megaspan.ops import native
 
 SAMPLED = 256  # values of each weight that go into the fingerprint
-SAVING_SECONDS = 5.0
+SAVING_SECONDS = 10.0
 
 
 class Memory:
@@ -38,18 +41,22 @@ class Memory:
             self.pools = PagePools(model.config, pages, config.page_size, latent, index, device, mtp=False)
         context = config.context_limit(model.config, pages)
         self.paged = PagedCache(self.pools, config.max_running, -(-context // config.page_size))
-        fingerprint = _fingerprint(model, latent, index, config.page_size)
+        fingerprint = bytes  # only files need one
+        if config.disk_folder is not None:
+            fingerprint = partial(_fingerprint, model, latent, index, config.page_size)
         tree = PrefixTree(config.page_size, fingerprint)
         self.tiers = self._tiers(config, tree, page_bytes, fingerprint) if config.has_host else None
         self.prefixes = PrefixCache(self.pools, tree, self.tiers, cost.seconds, config.prefix_cache)
 
-    def _tiers(self, config: EngineConfig, tree: PrefixTree, page_bytes: int, fingerprint: bytes) -> Tiers:
+    def _tiers(
+        self, config: EngineConfig, tree: PrefixTree, page_bytes: int, fingerprint: Callable[[], bytes]
+    ) -> Tiers:
         pages = config.tier_pages(page_bytes)
         with _allocating("host_gib", pages * page_bytes):
             host = HostTier(self.pools.segments, pages, pin=self.pools.device.type == "cuda")
         disk = None
         if config.disk_folder is not None:
-            disk = DiskTier(config.disk_folder, int(config.disk_gib * GIB), fingerprint, page_bytes)
+            disk = DiskTier(config.disk_folder, int(config.disk_gib * GIB), fingerprint(), page_bytes)
         transfers = Transfers(self.pools.segments, host, disk, config.load_timeout)
         return Tiers(self.pools, tree, host, transfers, disk, config.write_policy == "write_back")
 
@@ -69,13 +76,12 @@ class Memory:
         }
 
     def close(self) -> None:
-        """End the transfers; what was read last still gets to the disk, if that does not take long."""
-        if self.tiers is None:
-            return
-        if self.tiers.disk is not None:
-            self.prefixes.poll()
-            self.tiers.transfers.flush(SAVING_SECONDS)
-        self.tiers.transfers.close()
+        """End leases and transfers. The disk gets the prefixes that it lacks, if SAVING_SECONDS suffice."""
+        for lease in list(self.prefixes.leases):
+            self.prefixes.close(lease)
+        if self.tiers is not None:
+            self.tiers.save_all(SAVING_SECONDS)
+            self.tiers.transfers.close()
 
 
 @contextmanager
@@ -96,11 +102,22 @@ def _format(name: RowName, model: Transformer) -> Format:
 @torch.no_grad()
 def _fingerprint(model: Transformer, latent: Format, index: Format, page_size: int) -> bytes:
     """Tells apart what would give other rows: architecture, formats, arithmetic, samples of the weights."""
-    settings = (model.config.to_dict(), latent, index, page_size, str(model.lm_head.weight.dtype))
+    settings = (model.config.to_dict(), latent, index, page_size, *_arithmetic(model))
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
-    digest.update(bytes([bool(getattr(model, "batch_invariant", False))]))
     for name, parameter in model.named_parameters():
         values = parameter.detach().flatten()
         stride = max(1, len(values) // SAMPLED)
         digest.update(name.encode() + values[::stride].float().cpu().numpy().tobytes())
     return digest.digest()
+
+
+def _arithmetic(model: Transformer) -> tuple[str | bool, ...]:
+    """What the last bits of a row depend on beside weights and tokens. The number of threads is not among it.
+
+    A compiled operation's name tells its source, its compiler and the processor.
+    """
+    weight = model.lm_head.weight
+    sources = sorted(Path(native.__file__).parent.glob("*/kernel.c")) if weight.is_cpu else []
+    libraries = [native.load(source) for source in sources]
+    names = [Path(library._name).name for library in libraries if library is not None]
+    return str(weight.dtype), weight.device.type, model.batch_invariant, torch.__version__, *names

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megaspan.cache.transfer import Restore
+from megaspan.cache.jobs import Restore
 from megaspan.engine.pace import StepCost
 from megaspan.engine.request import Request
 from megaspan.engine.slots import Slots

@@ -25,7 +25,8 @@ class Output:
 
     logprobs: natural logarithms under the model's own distribution, of each token. top_logprobs: for
     each token the likeliest ids with theirs, where asked for. finish_reason: "stop", "length", "abort" or
-    "error"; stop_reason: the token id or string that stopped it. error, error_kind: what went wrong, and
+    "error"; stop_reason: the token id or string that stopped it. withheld: how many of the last characters
+    of the text so far no reader may see, see `StopStrings`. error, error_kind: what went wrong, and
     whether in the request's own grammar, for want of memory, or in the engine. weights_version: of the
     weights when it last began to be read. Made at every step of every request, so it is not frozen: that
     would cost three times as much to construct.
@@ -35,6 +36,7 @@ class Output:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    withheld: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -120,7 +122,7 @@ class Request:
         if token_id in self.stop_ids:
             return Ending("stop", token_id)
         if self.grammar is not None and not self.grammar.accept(token_id):
-            return failure("the grammar refused the token", "grammar")
+            return failure(self.grammar.error, "grammar")
         matched = self.stops.push(token_id) if self.stops is not None else None
         if matched is not None:
             return Ending("stop", matched)

@@ -12,7 +12,6 @@ from megaspan.engine.sampler import Sampled
 from megaspan.engine.scheduler import Scheduler
 from megaspan.engine.stats import Counters, Rate
 
-EXHAUSTED = failure("the grammar leaves no token", "grammar")
 NOT_FINITE = failure("the model's logits are not finite")
 
 
@@ -41,8 +40,13 @@ class Results:
             assert request is not None
             if row in sampled.failed:
                 self._take_back(request, outputs[row])
-                self.finish(request, EXHAUSTED if row in sampled.exhausted else NOT_FINITE, outputs[row])
-            elif ending := request.ending(outputs[row].token_ids[0]):
+                ending = exhaustion(request) if row in sampled.exhausted else NOT_FINITE
+                self.finish(request, ending, outputs[row])
+                continue
+            ending = request.ending(outputs[row].token_ids[0])
+            if request.stops is not None:
+                outputs[row].withheld = request.stops.withheld
+            if ending is not None:
                 self.finish(request, ending, outputs[row])
 
     def _add_tokens(self, step: Step, sampled: Sampled) -> tuple[list[Output], np.ndarray]:
@@ -95,3 +99,9 @@ class Results:
     def take(self) -> list[Output]:
         outputs, self._outputs = self._outputs, []
         return outputs
+
+
+def exhaustion(request: Request) -> Ending:
+    """Of a request for which no token is left."""
+    reason = "the logit bias leaves no token" if request.grammar is None else request.grammar.error
+    return failure(reason, "grammar")

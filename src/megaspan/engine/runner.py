@@ -3,9 +3,11 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,18 +22,23 @@ from megaspan.model.batch import Batch
 from megaspan.model.transformer import Transformer
 from megaspan.ops.threads import give_back_team
 
+if TYPE_CHECKING:
+    from megaspan.engine.grammar import GrammarState
+
+GRAMMAR_THREADS = 64  # at most; one whose grammar is slow holds up none but its own request
+
 
 @dataclass
 class Step:
     """A plan turned into tensors. rows: which of the batch's last hidden states are drawn from, for `slots`;
-    drawn: how many tokens each of these has drawn before. masks: grammar masks, or None.
+    drawn: how many tokens each of these has drawn before. grammars: of those of the rows that have one.
     """
 
     batch: Batch
     rows: Tensor
     slots: np.ndarray
     drawn: np.ndarray
-    masks: Tensor | None
+    grammars: dict[int, "GrammarState"]
 
 
 class Runner:
@@ -43,6 +50,7 @@ class Runner:
         self._work: SimpleQueue[Callable[[], Sampled | None] | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[Sampled | None, Exception | None, float]] = SimpleQueue()
         self._pending = False
+        self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "megaspan-grammar")
         give_back_team()  # of the thread that loaded the model: the forward thread needs the processors
         threading.Thread(target=self._loop, name="megaspan-forward", daemon=True).start()
 
@@ -65,22 +73,17 @@ class Runner:
         batch = Batch(token_ids, tuple(lengths), tuple(past), slots=tuple(table_rows))
         rows = np.concatenate((np.arange(len(decoding)), np.array(last_rows, dtype=np.int64)))
         drawn = np.concatenate((decoding, np.array(drawing, dtype=np.int64)))
-        masks = self._masks(drawn, slots)
-        return Step(batch, torch.from_numpy(rows).to(self.device), drawn, slots.drawn[drawn], masks)
-
-    def _masks(self, drawn: np.ndarray, slots: Slots) -> Tensor | None:
-        """Grammar masks int32 [S, ceil(V / 32)] of the slots that are drawn for, if any has a grammar."""
-        rows = [(row, slots.requests[drawn[row]]) for row in np.flatnonzero(slots.special[drawn]).tolist()]
-        bound = [(row, request.grammar) for row, request in rows if request is not None and request.grammar]
-        if not bound:
-            return None
-        masks = torch.full((len(drawn), -(-self.sampler.vocab_size // 32)), -1, dtype=torch.int32)
-        for row, grammar in bound:
-            grammar.mask(masks[row])
-        return masks
+        grammars = {}
+        for row in np.flatnonzero(slots.special[drawn]).tolist():
+            request = slots.requests[drawn[row]]
+            if request is not None and request.grammar is not None:
+                grammars[row] = request.grammar
+        return Step(batch, torch.from_numpy(rows).to(self.device), drawn, slots.drawn[drawn], grammars)
 
     def start(self, step: Step) -> None:
         """Begin the step on the forward thread; `finish` waits for it."""
+        for grammar in step.grammars.values():
+            grammar.begin_mask(self._grammar_threads)
         self._begin(partial(self._run, step))
 
     def finish(self) -> tuple[Sampled | None, float]:
@@ -98,6 +101,7 @@ class Runner:
 
     def close(self) -> None:
         self._work.put(None)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     def settle(self) -> None:
         """Wait for a step that was begun and will not be finished: until it ends it writes to its pages."""
@@ -128,7 +132,16 @@ class Runner:
                 torch.cuda.synchronize(self.device)  # nothing else waits for it, and its time is taken
             return None
         logits = self.model.unembed(hidden[step.rows])
-        return self.sampler.sample(logits, step.slots, step.drawn, step.masks)
+        return self.sampler.sample(logits, step.slots, step.drawn, self._masks(step))
+
+    def _masks(self, step: Step) -> Tensor | None:
+        """Grammar masks int32 [S, ceil(V / 32)] of the rows that are drawn from, if any has a grammar."""
+        if not step.grammars:
+            return None
+        masks = torch.full((len(step.slots), -(-self.sampler.vocab_size // 32)), -1, dtype=torch.int32)
+        for row, grammar in step.grammars.items():
+            grammar.mask(masks[row])
+        return masks
 
     def _try_out(self) -> None:
         for length in (9, 1):

@@ -1,4 +1,4 @@
-"""Stop strings, found however the text is split into tokens or pieces.
+"""Stop strings, found however the text is split into tokens.
 
 The stop string that is complete first wins; of those that end at the same character, the longest.
 """
@@ -9,68 +9,33 @@ from megaspan.tokenizer import Tokenizer
 
 
 class StopStrings:
-    """Watches the tokens of one request for its stop strings."""
+    """Looks for the stop strings of one request in the text of its tokens, special tokens spelled out.
+
+    One character at a time, with the automaton of Knuth, Morris and Pratt (1977) for each string.
+
+    withheld: how many of the text's last characters no reader may see: those that may yet become a stop
+    string, or once one was found, that string and what its last token adds behind it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._stream = tokenizer.stream()
-        self._search = _Search(stop)
-
-    def push(self, token_id: int) -> str | None:
-        """The stop string that the token's text completes, if any."""
-        for character in self._stream.push(token_id):
-            matched = self._search.advance(character)
-            if matched is not None:
-                return matched
-        return None
-
-
-class HeldText:
-    """Text for a reader who must see neither a stop string nor what could become one.
-
-    At most as many characters are held back as the longest stop string has.
-    """
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self.matched: str | None = None
-        self._search = _Search(stop)
-        self._held = ""
-
-    def push(self, text: str) -> str:
-        """The text that can be shown now; nothing more once a stop string has `matched`."""
-        if self.matched is not None:
-            return ""
-        for place, character in enumerate(text):
-            self.matched = self._search.advance(character)
-            if self.matched is not None:
-                text = self._held + text[: place + 1]
-                self._held = ""
-                return text[: len(text) - len(self.matched)]
-        text = self._held + text
-        shown = len(text) - self._search.pending
-        self._held = text[shown:]
-        return text[:shown]
-
-    def finish(self) -> str:
-        """The rest, when no more text comes."""
-        rest, self._held = self._held, ""
-        return rest
-
-
-class _Search:
-    """Looks for several strings, one character at a time (Knuth, Morris and Pratt 1977, for each)."""
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        self._strings = sorted(strings, key=len, reverse=True)
+        self._strings = sorted(stop, key=len, reverse=True)
         self._borders = [_borders(string) for string in self._strings]
         self._states = [0] * len(self._strings)  # how many of each string's characters the text ends with
+        self.withheld = 0
 
-    @property
-    def pending(self) -> int:
-        """How many of the last characters may be the beginning of a string."""
-        return max(self._states, default=0)
+    def push(self, token_id: int) -> str | None:
+        """The stop string that the token's text completes, if any. Not to be called again after that."""
+        text = self._stream.push(token_id)
+        for end, character in enumerate(text, start=1):
+            matched = self._advance(character)
+            if matched is not None:
+                self.withheld = len(matched) + len(text) - end
+                return matched
+        self.withheld = max(self._states, default=0)
+        return None
 
-    def advance(self, character: str) -> str | None:
-        """The longest string that the character completes, if any. Not to be called again after that."""
+    def _advance(self, character: str) -> str | None:
         matched = None
         for index, (string, borders) in enumerate(zip(self._strings, self._borders, strict=True)):
             state = self._states[index]

@@ -15,7 +15,7 @@ from megaspan.ops.dense_attention import dense_attention
 from megaspan.ops.linear import head_combine, head_linear
 from megaspan.ops.quant import decode_latent_rows
 from megaspan.ops.rows import RowTable
-from megaspan.ops.sparse_mla import sparse_mla
+from megaspan.ops.sparse_mla import sparse_mla, visible_mla
 
 
 class Attention(nn.Module):
@@ -73,10 +73,7 @@ class Attention(nn.Module):
             in_order = rows if rows is new_rows else self._visible(rows, forward_pass.table, batch, query)
             values = self._attend_everything(query, in_order, batch)
         elif selection is not None:
-            query = self.absorb(query_nope, query_rope)
-            budget = working_memory(rows.device)
-            selected = _every_row(forward_pass) if isinstance(selection, Everything) else selection.rows
-            latent = sparse_mla(query, rows, selected, self.latent_rank, self.scale, budget)
+            latent = self._attend(self.absorb(query_nope, query_rope), rows, selection, forward_pass)
             values = head_linear(latent, self._kv_b()[:, self.nope_width :], invariant=self.invariant)
         else:
             raise ValueError(f"layer {self.layer} is shared, but no selection was handed to it")
@@ -114,6 +111,18 @@ class Attention(nn.Module):
             return decode_latent_rows(in_order, self.latent_rank, self.rope_width, query.dtype)
         return in_order.to(query.dtype)
 
+    def _attend(
+        self, query: Tensor, rows: Tensor, selection: Selection | Everything, forward_pass: ForwardPass
+    ) -> Tensor:
+        """Absorbed queries [T, H, W] and cached rows → latent values [T, H, latent]."""
+        budget = working_memory(rows.device)
+        if isinstance(selection, Selection):
+            return sparse_mla(query, rows, selection.rows, self.latent_rank, self.scale, budget)
+        # In batch-invariant mode attention has to add in the same order, dense or not.
+        batch, table = forward_pass.batch, forward_pass.table
+        places = table, batch.sequence_ids, batch.visible
+        return visible_mla(query, rows, *places, self.latent_rank, self.scale, budget)
+
     def _attend_everything(self, query: Tensor, rows: Tensor, batch: Batch) -> Tensor:
         """Dense attention, cheaper than a selection of everything and equal to it."""
         key, value = self.expand(rows)
@@ -122,14 +131,3 @@ class Attention(nn.Module):
     def _kv_b(self) -> Tensor:
         """kv_b_proj's weight as [H, nope + v, latent]."""
         return self.kv_b_proj.weight.view(self.heads, -1, self.latent_rank)
-
-
-def _every_row(forward_pass: ForwardPass) -> Tensor:
-    """[T, L] int64: the rows that each token may see, in order, and -1: a selection of everything.
-
-    In batch-invariant mode attention has to add in the same order, dense or not.
-    """
-    batch = forward_pass.batch
-    positions_L = torch.arange(max(batch.total_lengths), device=batch.token_ids.device)
-    visible_T1 = batch.visible[:, None]
-    return forward_pass.table.rows(batch.sequence_ids, positions_L.where(positions_L < visible_T1, -1))

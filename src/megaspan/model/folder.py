@@ -34,7 +34,8 @@ def load_folder(
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"no device {device!r} here: use cpu ({str(error).splitlines()[0]})") from None
+        reason = "not one of PyTorch's" if "Expected one of" in str(error) else str(error).splitlines()[0]
+        raise UserError(f"no device {device!r} here: use cpu ({reason})") from None
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: give the folder that holds config.json and the weights")

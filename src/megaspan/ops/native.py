@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -65,11 +66,16 @@ def _flags() -> tuple[str, ...]:
 
 def _fingerprint(source: Path, compiler: str) -> str:
     version = subprocess.run([compiler, "-v"], capture_output=True, text=True, check=False).stderr
-    text = source.read_text()
-    headers = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
-    text += "".join((source.parent / header).read_text() for header in headers)
-    parts = (text, " ".join(_flags()), version, _processor(), torch.__version__)
+    parts = (*_texts(source), " ".join(_flags()), version, _processor(), torch.__version__)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _texts(file: Path) -> Iterator[str]:
+    """The text of a C file and of the headers beside it that it includes, directly or through another."""
+    text = file.read_text()
+    yield text
+    for header in re.findall(r'^\s*#\s*include\s+"(.+?)"', text, re.MULTILINE):
+        yield from _texts(file.parent / header)
 
 
 def _processor() -> str:

@@ -10,20 +10,13 @@
 #pragma GCC optimize("no-associative-math", "fp-contract=off")
 #endif
 
-#include <stdint.h>
-#include <string.h>
+enum { LANES = 16, TILE = 4 }; /* partial sums of an output; tokens that share a read of the weights */
+
+#include "vectors.h"
+
 #if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
-
-#define INLINE static inline __attribute__((always_inline))
-
-enum { LANES = 16, TILE = 4 }; /* partial sums of an output; tokens that share a read of the weights */
-
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 /* With AVX512-BF16 a vector of 32-bit words holds 32 bf16, and a lane adds two products at a time. */
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -31,8 +24,6 @@ enum { PAIRED = 1 };
 #else
 enum { PAIRED = 0 };
 #endif
-
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE Floats multiply_add(Floats a, Floats b, Floats sum) {
 #if defined(__AVX512F__)
@@ -46,10 +37,6 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats sum) {
 #else
     return a * b + sum;
 #endif
-}
-
-INLINE Floats choose(Ints mask, Floats yes, Floats no) {
-    return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no));
 }
 
 /* ---- numbers from memory and back; `count` of them, the other lanes are zero ---- */
@@ -85,19 +72,6 @@ INLINE void store_floats(void *to, Floats x, int first, int columns, int64_t lef
 }
 
 /* ---- elementwise functions, the same for every lane ---- */
-
-/* 2^x for x <= 0, to 1e-7 relative: the polynomial interpolates 2^r at the Chebyshev nodes of [-1/2, 1/2]. */
-INLINE Floats power_of_2(Floats x) {
-    x = choose(x < -126, (Floats){0} - 126, x);
-    const Ints whole = __builtin_convertvector(x - 0.5f, Ints); /* to nearest, as x is not positive */
-    const Floats r = x - __builtin_convertvector(whole, Floats);
-    Floats y = r * 1.546144468e-4f + 1.340042818e-3f;
-    y = y * r + 9.618056679e-3f;
-    y = y * r + 5.550327227e-2f;
-    y = y * r + 2.402265092e-1f;
-    y = y * r + 6.931472067e-1f;
-    return (y * r + 1) * (Floats)((Words)(whole + 127) << 23);
-}
 
 INLINE Floats sigmoid(Floats x) {
     const Floats size = choose(x < 0, -x, x), power = power_of_2(-1.442695041f * size);

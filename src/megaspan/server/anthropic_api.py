@@ -1,6 +1,5 @@
 """`/v1/messages`: a conversation in, the reply's blocks out, in Anthropic's shape."""
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -13,24 +12,26 @@ from megaspan.engine.request import Output
 from megaspan.engine.sampling import SamplingParams
 from megaspan.server.anthropic_chat import from_anthropic
 from megaspan.server.chat import ChatPrompt, render
-from megaspan.server.errors import ApiError, anthropic_error
+from megaspan.server.errors import ABORTED, ApiError, anthropic_error
 from megaspan.server.event_stream import EventStream, named_event
+from megaspan.server.json_body import JsonRoute
 from megaspan.server.parser import (
     Event,
     ReasoningDelta,
     ReplyParser,
     TextDelta,
     ToolArgumentsDelta,
+    ToolCallEnd,
     ToolCallStart,
 )
 from megaspan.server.reply import ChatReply
-from megaspan.server.request_fields import FORBIDDING_BIAS, Objects, RequestModel, Texts
-from megaspan.server.service import Service, Submission
+from megaspan.server.request_fields import FORBIDDING_BIAS, MaxTokens, Objects, RequestModel, Texts
+from megaspan.server.service import Job, Service, Submission
+from megaspan.token_budget import TokenBudget
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 PING = named_event({"type": "ping"})
-ABORTED = 499
 
 
 class OutputConfig(RequestModel):
@@ -65,7 +66,7 @@ class CountRequest(RequestModel):
 class MessagesRequest(CountRequest):
     """Anthropic's fields."""
 
-    max_tokens: int
+    max_tokens: MaxTokens
     stop_sequences: Texts | None = None
     stream: bool = False
     temperature: float | None = None
@@ -77,11 +78,14 @@ class MessagesRequest(CountRequest):
 async def messages(request: Request, body: MessagesRequest) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
-    prompt = await asyncio.to_thread(rendered, service, body)
-    params = sampling(service, body, prompt)
-    submission = await service.submit([(prompt.token_ids, params)], request.state)
+
+    def prepare(budget: TokenBudget) -> tuple[list[Job], ChatPrompt]:
+        prompt = rendered(service, body, budget)
+        return [(prompt.token_ids, sampling(service, body, prompt))], prompt
+
+    submission, prompt = await service.submit(request.state, prepare, "messages")
     parser = ReplyParser(service.tokenizer, prompt.tools, prompt.thinking)
-    answer = MessageAnswer(service, submission, prompt, ChatReply(parser, params.stop))
+    answer = MessageAnswer(service, submission, prompt, ChatReply(service.tokenizer, parser))
     if body.stream:
         return EventStream(
             submission, answer.events(), lambda error: named_event(anthropic_error(error)), ping=PING
@@ -93,11 +97,11 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
 async def count_tokens(request: Request, body: CountRequest) -> dict[str, int]:
     service: Service = request.app.state.service
     service.check_model(body.model)
-    prompt = await asyncio.to_thread(rendered, service, body)
+    prompt = await service.encoded(lambda budget: rendered(service, body, budget), "messages")
     return {"input_tokens": len(prompt.token_ids)}
 
 
-def rendered(service: Service, body: CountRequest) -> ChatPrompt:
+def rendered(service: Service, body: CountRequest, budget: TokenBudget) -> ChatPrompt:
     """As in the protocol, there is no thinking unless it is asked for."""
     thinking = body.thinking or {"type": "disabled"}
     config = body.output_config or OutputConfig()
@@ -107,6 +111,7 @@ def rendered(service: Service, body: CountRequest) -> ChatPrompt:
         **arguments,
         reasoning_effort=config.effort,
         response_format=response_format(config.format),
+        budget=budget,
     )
 
 
@@ -134,52 +139,56 @@ def sampling(service: Service, body: MessagesRequest, prompt: ChatPrompt) -> Sam
 
 @dataclass
 class Blocks:
-    """The reply's content blocks so far, and the events that tell of each change."""
+    """The reply's content blocks so far, and the events that tell of each change.
 
-    blocks: list[dict[str, Any]] = field(default_factory=list)
-    open: bool = False
-    arguments: str = ""
+    A stream shows a tool call that is cut off as far as it came, and its stop reason says so; among `whole`
+    blocks there is none, as `input` must be an object.
+    """
+
+    whole: list[dict[str, Any]] = field(default_factory=list)
+    begun: int = 0
+    open: dict[str, Any] | None = None
+    parts: list[str] = field(default_factory=list)  # of the open block's text, or of its arguments
 
     def push(self, event: Event) -> list[dict[str, Any]]:
         match event:
             case ReasoningDelta(text):
-                started = self._ensure({"type": "thinking", "thinking": "", "signature": ""})
-                self.blocks[-1]["thinking"] += text
-                return [*started, self._delta({"type": "thinking_delta", "thinking": text})]
+                return self._add_text({"type": "thinking", "thinking": "", "signature": ""}, text)
             case TextDelta(text):
-                started = self._ensure({"type": "text", "text": ""})
-                self.blocks[-1]["text"] += text
-                return [*started, self._delta({"type": "text_delta", "text": text})]
+                return self._add_text({"type": "text", "text": ""}, text)
             case ToolCallStart(_, call_id, name):
-                return self.close() + self._start(
-                    {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-                )
+                return self._start({"type": "tool_use", "id": call_id, "name": name, "input": {}})
             case ToolArgumentsDelta(_, fragment):
-                self.arguments += fragment
-                return [self._delta({"type": "input_json_delta", "partial_json": fragment})]
-        return self.close()
+                return [self._delta("input_json_delta", "partial_json", fragment)]
+            case ToolCallEnd():
+                return self.close(called=True)
 
-    def close(self) -> list[dict[str, Any]]:
-        """End the open block, if there is one."""
-        if not self.open:
+    def close(self, called: bool = False) -> list[dict[str, Any]]:
+        """End the open block, if there is one. called: it is a tool call, and complete."""
+        if self.open is None:
             return []
-        self.open = False
-        block, arguments, self.arguments = self.blocks[-1], self.arguments, ""
-        if block["type"] == "tool_use":
-            block["input"] = json.loads(arguments)
-        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
+        kind, text = self.open["type"], "".join(self.parts)
+        if kind != "tool_use":
+            self.whole.append({**self.open, kind: text})
+        elif called:
+            self.whole.append({**self.open, "input": json.loads(text)})
+        self.open = None
+        return [{"type": "content_block_stop", "index": self.begun - 1}]
 
-    def _ensure(self, block: dict[str, Any]) -> list[dict[str, Any]]:
-        same = self.open and self.blocks[-1]["type"] == block["type"]
-        return [] if same else self.close() + self._start(block)
+    def _add_text(self, block: dict[str, Any], text: str) -> list[dict[str, Any]]:
+        kind = block["type"]
+        same = self.open is not None and self.open["type"] == kind
+        return [*([] if same else self._start(block)), self._delta(f"{kind}_delta", kind, text)]
 
     def _start(self, block: dict[str, Any]) -> list[dict[str, Any]]:
-        self.blocks.append(block)
-        self.open = True
-        return [{"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}]
+        closed = self.close()
+        self.open, self.parts = block, []
+        self.begun += 1
+        return [*closed, {"type": "content_block_start", "index": self.begun - 1, "content_block": block}]
 
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+    def _delta(self, kind: str, name: str, text: str) -> dict[str, Any]:
+        self.parts.append(text)
+        return {"type": "content_block_delta", "index": self.begun - 1, "delta": {"type": kind, name: text}}
 
 
 @dataclass
@@ -213,6 +222,7 @@ class MessageAnswer:
                 for event in self.reply.push(output):
                     self.blocks.push(event)
                 last = output
+        self.blocks.close()
         return self._message(last)
 
     def _message(self, last: Output | None) -> dict[str, Any]:
@@ -221,7 +231,7 @@ class MessageAnswer:
             "type": "message",
             "role": "assistant",
             "model": self.service.options.model_name,
-            "content": self.blocks.blocks,
+            "content": self.blocks.whole,
             **self._stop(last),
             "usage": self._usage(last),
         }
@@ -236,8 +246,7 @@ class MessageAnswer:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if isinstance(last.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
-        called = self.reply.parser.finish_reason == "tool_calls"
-        return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if self.reply.ended_in_calls else "end_turn", "stop_sequence": None}
 
     def _usage(self, last: Output | None) -> dict[str, Any]:
         """Tokens from the cache are counted apart from the others, as in the protocol."""

@@ -11,11 +11,10 @@ from starlette.middleware.cors import CORSMiddleware
 from megaspan.server import anthropic_api, control_api, generate_api, openai_chat, openai_completions
 from megaspan.server.errors import install_error_handlers
 from megaspan.server.middleware import BoundedBody, RequestIdentity, RequireKey, WatchedConnection
-from megaspan.server.options import ServerOptions
+from megaspan.server.options import ServerOptions, body_limit
 from megaspan.server.service import Service, ServingEngine
 
 PLAYGROUND = Path(__file__).parent / "playground"
-PROTECTED = ("/v1/", "/generate", "/flush_cache", "/abort", "/tokenize", "/detokenize")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -39,13 +38,14 @@ def create_app(engine: ServingEngine, options: ServerOptions) -> FastAPI:
     app.state.service = service
     for module in (openai_chat, openai_completions, anthropic_api, generate_api, control_api):
         app.include_router(module.router)
-    add_playground(app)
+    page_paths = add_playground(app)
     install_error_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(WatchedConnection, stall_seconds=options.stall_seconds)
-    app.add_middleware(BoundedBody, max_bytes=options.max_body_bytes)
+    limits = {"max_bytes": body_limit(options, engine.max_context), "seconds": options.upload_seconds}
+    app.add_middleware(BoundedBody, service=service, **limits)
     if options.api_keys:
-        app.add_middleware(RequireKey, keys=options.api_keys, protected=PROTECTED)
+        app.add_middleware(RequireKey, keys=options.api_keys, open_paths=["/health", *page_paths])
     if options.cors:
         app.add_middleware(
             CORSMiddleware,
@@ -58,11 +58,12 @@ def create_app(engine: ServingEngine, options: ServerOptions) -> FastAPI:
     return app
 
 
-def add_playground(app: FastAPI) -> None:
+def add_playground(app: FastAPI) -> list[str]:
     """A route for each of the page's files. A mount at `/` would answer for wrong paths and methods, too."""
-    for path in sorted(PLAYGROUND.glob("*.*")):
-        route = "/" if path.name == "index.html" else f"/{path.name}"
+    files = {"/" if path.name == "index.html" else f"/{path.name}": path for path in PLAYGROUND.glob("*.*")}
+    for route, path in files.items():
         app.get(route, include_in_schema=False)(file_endpoint(path))
+    return list(files)
 
 
 def file_endpoint(path: Path) -> Callable[[], Awaitable[FileResponse]]:

@@ -12,6 +12,7 @@ from megaspan.errors import UserError
 from megaspan.server.chat_messages import check_messages, check_text, check_tools
 from megaspan.server.markers import Marker
 from megaspan.server.reply_grammar import answer_grammar, answer_or_calls_grammar, calls_grammar
+from megaspan.token_budget import TokenBudget
 from megaspan.tokenizer import Tokenizer
 
 # GLM knows two efforts beside "none". Its template would take any other word for the greatest.
@@ -25,7 +26,7 @@ EFFORTS = {
     "max": "max",
 }
 RESERVED = {  # arguments of `apply_chat_template`, and what Jinja and its environment define
-    *("self", "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"),
+    *("self", "messages", "tools", "add_generation_prompt", "budget", "raise_exception", "strftime_now"),
     *("range", "dict", "lipsum", "cycler", "joiner", "namespace", "loop", "caller", "varargs", "kwargs"),
 }
 
@@ -64,12 +65,13 @@ def render(
     add_generation_prompt: bool = True,
     parallel_tool_calls: bool = True,
     grammar: Grammar | None = None,
+    budget: TokenBudget | None = None,
 ) -> ChatPrompt:
     """The prompt of a chat request. Raises UserError, in one line, for all that a client can get wrong.
 
     tool_choice: "auto" (the default), "none", "required" or {"type": "function", "function": {"name": ..}}.
     template_arguments: more arguments of the chat template, such as `enable_thinking` and `clear_thinking`.
-    grammar: a client's own, in the place of response_format.
+    grammar: a client's own, in the place of response_format. budget: the prompt's, for `Tokenizer.encode`.
 
     With response_format and tools to choose from, the reply is either JSON or calls. A turn's prompt begins
     with the one before, as far as the template keeps what it rendered: GLM's leaves out the reasoning before
@@ -83,7 +85,7 @@ def render(
     if continue_final_message:
         _check_continued(checked)
     generation = add_generation_prompt and not continue_final_message
-    token_ids = _apply_template(tokenizer, checked, checked_tools, generation, arguments)
+    token_ids = _apply_template(tokenizer, checked, checked_tools, generation, budget, arguments)
     if continue_final_message:
         _check_open_end(tokenizer, token_ids, checked[-1]["content"])
     thinking = generation and _ends_in_think(tokenizer, token_ids)
@@ -104,7 +106,7 @@ def _template_arguments(arguments: Mapping[str, Any] | None, effort: str | None)
     chosen = dict(arguments or {})
     reserved = sorted(RESERVED & chosen.keys())
     if reserved:
-        raise UserError(f"{reserved[0]} cannot be given as an argument of the chat template")
+        raise UserError(f"chat_template_kwargs must not have an argument {reserved[0]!r}: the name is taken")
     if effort is not None:
         if not isinstance(effort, str) or effort not in EFFORTS:
             raise UserError(f"reasoning_effort is {effort!r}; give one of {', '.join(EFFORTS)}")
@@ -117,10 +119,11 @@ def _apply_template(
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]],
     generation: bool,
+    budget: TokenBudget | None,
     arguments: dict[str, Any],
 ) -> list[int]:
     try:
-        return tokenizer.apply_chat_template(messages, tools or None, generation, **arguments)
+        return tokenizer.apply_chat_template(messages, tools or None, generation, budget, **arguments)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
         # a template is a program: an argument of a type that it does not expect fails in it
         raise UserError(f"the chat template failed on the request: {error}") from error

@@ -3,7 +3,10 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
+
+from pydantic_core import from_json
 
 from megaspan.errors import UserError
 
@@ -87,7 +90,7 @@ def _check_message(message: Any, number: int) -> dict[str, Any]:
     if content is None:
         raise UserError(f"{place}.content is missing")
     checked: dict[str, Any] = {"role": role, "content": joined_text(content, place)}
-    if role == "tool" and message.get("tool_call_id") is not None:
+    if role == "tool" and isinstance(message.get("tool_call_id"), str):
         checked["tool_call_id"] = message["tool_call_id"]
     return checked
 
@@ -120,8 +123,9 @@ def _check_call(call: Any, place: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
+            # a call that was cut off comes back as it was told: what its beginning holds counts
+            arguments = from_json(arguments, allow_partial="trailing-strings") if arguments.strip() else {}
+        except ValueError as error:
             raise UserError(f"{place}.function.arguments is not JSON: {error}") from error
     if not isinstance(arguments, Mapping):
         raise UserError(f"{place}.function.arguments must be a JSON object")
@@ -154,25 +158,15 @@ def _check_tool(tool: Any, number: int) -> dict[str, Any]:
 
 def _in_call_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ordered: list[dict[str, Any]] = []
-    ranks: dict[Any, int] = {}
-    first = 0  # where the results of the last calls begin
-
-    def settle() -> None:
-        results = ordered[first:]
-        ids = [result.get("tool_call_id") for result in results]
-        if all(isinstance(name, str) and name in ranks for name in ids):
-            ordered[first:] = sorted(results, key=lambda result: ranks[result["tool_call_id"]])
-
-    for message in messages:
-        if message["role"] != "tool":
-            settle()
-            calls = message.get("tool_calls", [])
+    ranks: dict[str, int] = {}  # of the last calls
+    for are_results, messages_in_a_row in groupby(messages, lambda message: message["role"] == "tool"):
+        group = list(messages_in_a_row)
+        if not are_results:
+            calls = group[-1].get("tool_calls", [])
             ranks = {call["id"]: rank for rank, call in enumerate(calls) if isinstance(call["id"], str)}
-            ordered.append(message)
-            first = len(ordered)
-            continue
-        ordered.append(message)
-    settle()
+        elif all(result.get("tool_call_id") in ranks for result in group):
+            group.sort(key=lambda result: ranks[result["tool_call_id"]])
+        ordered += group
     return ordered
 
 

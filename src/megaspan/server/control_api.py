@@ -1,17 +1,17 @@
 """What is not generation: models, health, metrics, the panel's figures, cache, abort, tokens."""
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from megaspan.server.errors import ApiError
+from megaspan.server.json_body import JsonRoute
 from megaspan.server.metrics import CONTENT_TYPE
 from megaspan.server.request_fields import RequestModel, TokenIds
 from megaspan.server.service import Service
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 class AbortRequest(RequestModel):
@@ -71,7 +71,7 @@ async def abort(request: Request, body: AbortRequest) -> JSONResponse:
 async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     service: Service = request.app.state.service
     service.check_model(body.model)
-    tokens = await asyncio.to_thread(service.tokenizer.encode, body.text)
+    tokens = await service.encoded(lambda budget: service.tokenizer.encode(body.text, budget), "text")
     return {"tokens": tokens, "count": len(tokens), "max_context": service.engine.max_context}
 
 
@@ -80,13 +80,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, str
     """The text of the ids, special tokens spelled out."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    return {"text": await asyncio.to_thread(decoded, service, body.tokens)}
-
-
-def decoded(service: Service, tokens: list[int]) -> str:
-    if tokens:
-        service.check_ids(tokens)
-    return service.tokenizer.decode(tokens)
+    service.check_ids(body.tokens, "tokens")
+    return {"text": await service.in_worker(service.tokenizer.decode, body.tokens)}
 
 
 @router.get("/v1/models")

@@ -1,6 +1,5 @@
 """`/generate`: token ids in and out with their log-probabilities, for rollouts and for other programs."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -9,16 +8,18 @@ from fastapi.responses import JSONResponse, Response
 
 from megaspan.server.errors import ApiError, openai_error
 from megaspan.server.event_stream import DONE, EventStream, data_event
+from megaspan.server.json_body import JsonRoute
 from megaspan.server.reply import PlainReply, TokenRecord
-from megaspan.server.request_fields import RequestModel, SamplingFields, TokenIds
-from megaspan.server.service import Service, Submission
+from megaspan.server.request_fields import MaxTokens, RequestModel, SamplingFields, TokenIds
+from megaspan.server.service import Job, Service, Submission
+from megaspan.token_budget import TokenBudget
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 class GenerateParams(SamplingFields):
-    max_new_tokens: int | None = None
-    max_tokens: int | None = None
+    max_new_tokens: MaxTokens | None = None
+    max_tokens: MaxTokens | None = None
     logprobs: int | None = None
 
 
@@ -41,13 +42,18 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     asked = body.sampling_params
     if asked.max_new_tokens is not None and asked.max_tokens is not None:
         raise ApiError(400, "give either max_new_tokens or max_tokens", param="sampling_params")
-    prompt = body.input_ids
-    if prompt is None:
-        prompt = await asyncio.to_thread(service.tokenizer.encode, body.text or "")
     wanted = asked.max_tokens if asked.max_new_tokens is None else asked.max_new_tokens
-    params = asked.sampling(service.room(prompt, wanted), asked.logprobs, asked.structure())
-    submission = await service.submit([(prompt, params)], request.state)
-    parts = increments(submission, PlainReply(service.tokenizer, params.stop))
+
+    def prepare(budget: TokenBudget) -> tuple[list[Job], None]:
+        prompt = body.input_ids
+        if prompt is None:
+            prompt = service.tokenizer.encode(body.text or "", budget)
+        params = asked.sampling(service.room(prompt, wanted), asked.logprobs, asked.structure())
+        return [(prompt, params)], None
+
+    field = "text" if body.input_ids is None else "input_ids"
+    submission, _ = await service.submit(request.state, prepare, field)
+    parts = increments(submission, PlainReply(service.tokenizer))
     if body.stream:
         return EventStream(submission, events(parts), lambda error: data_event(openai_error(error)))
     with submission:

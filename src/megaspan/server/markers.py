@@ -1,9 +1,10 @@
-"""A reply's token ids as plain text and the markers that give it structure."""
+"""A reply as plain text and the markers that give it structure."""
 
 import re
 from collections.abc import Iterable
 from enum import Enum
 
+from megaspan.server.reply_pieces import Piece
 from megaspan.tokenizer import Tokenizer
 
 
@@ -25,45 +26,41 @@ CALLING = tuple(marker for marker in Marker if marker not in THINKING)
 
 
 class MarkerStream:
-    """Splits token ids that come one at a time into text and markers.
+    """Splits the pieces of a reply, as they come, into text and markers.
 
     A marker is its special token, so text that spells one is text. Only where the vocabulary has no such
     token does the spelled marker count. Special tokens that are no marker add nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer, markers: Iterable[Marker]) -> None:
-        specials = tokenizer.special_tokens
-        self._text = tokenizer.stream()
-        self._special_ids = frozenset(specials.values())
-        self._by_id = {specials[marker.value]: marker for marker in markers if marker.value in specials}
-        self._spelled = [marker.value for marker in markers if marker.value not in specials]
+        self._specials = {marker.value for marker in markers if marker.value in tokenizer.special_tokens}
+        self._spelled = [marker.value for marker in markers if marker.value not in self._specials]
         self._pattern = re.compile("|".join(map(re.escape, self._spelled)))
         self._held = ""  # an end of text that could be the beginning of a spelled marker
 
-    def push(self, token_id: int) -> list[str | Marker]:
-        if token_id not in self._special_ids:
-            return self._split(self._text.push(token_id))
-        marker = self._by_id.get(token_id)
-        return self.finish() + ([marker] if marker else [])
+    def push(self, piece: Piece) -> list[str | Marker]:
+        parts = self._split(piece.text)
+        if not piece.special:
+            return parts
+        return parts + self.finish() + ([Marker(piece.special)] if piece.special in self._specials else [])
 
     def finish(self) -> list[str | Marker]:
-        """The rest of the text; U+FFFD for a character that was never completed."""
-        pieces = self._split(self._text.finish())
+        """What was held back."""
         held, self._held = self._held, ""
-        return [*pieces, held] if held else pieces
+        return [held] if held else []
 
     def _split(self, text: str) -> list[str | Marker]:
         if not self._spelled:
             return [text] if text else []
-        pieces: list[str | Marker] = []
+        parts: list[str | Marker] = []
         text = self._held + text
         end = 0
         for found in self._pattern.finditer(text):
-            pieces += [text[end : found.start()], Marker(found.group())]
+            parts += [text[end : found.start()], Marker(found.group())]
             end = found.end()
         shown = len(text) - self._begun_marker(text[end:])
         self._held = text[shown:]
-        return [piece for piece in [*pieces, text[end:shown]] if piece]
+        return [part for part in [*parts, text[end:shown]] if part]
 
     def _begun_marker(self, text: str) -> int:
         """Length of the longest end of the text with which a spelled marker begins."""

@@ -38,7 +38,7 @@ COUNTERS = {
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache", "prefix_hits_total"),
     "host_cache_hits": ("Prompt tokens restored from a lower tier", "host_hits_total"),
     "failed_restores": ("Restores that failed and were computed again", "failed_restores_total"),
-    "prompt_tokens": ("Prompt tokens of all requests", "prompt_tokens_total"),
+    "prompt_tokens": ("Prompt tokens read, without those found in the cache", "prompt_tokens_total"),
     "generation_tokens": ("Tokens generated", "generation_tokens_total"),
     "num_preemptions": ("Requests put aside to make room", "preempted_total"),
     "engine_steps": ("Steps of the engine", "steps_total"),

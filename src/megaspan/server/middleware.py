@@ -2,19 +2,18 @@
 
 import asyncio
 import hmac
-import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megaspan.server.errors import ApiError, error_response
+from megaspan.server.service import Service
 
 SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-PERHAPS_HALF_A_PAIR = re.compile(rb"\\u[dD][89abcdefABCDEF]|\xed[\xa0-\xbf]")
 
 
 class ClientGone(Exception):
@@ -45,15 +44,18 @@ class RequestIdentity:
 
 
 class RequireKey:
-    """Refuses requests without one of the keys, in `Authorization: Bearer` or `x-api-key`."""
+    """Refuses requests without one of the keys, in `Authorization: Bearer` or `x-api-key`.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], protected: Sequence[str]) -> None:
+    open_paths: those that ask for none.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str]) -> None:
         self.app = app
         self.keys = [key.encode() for key in keys]
-        self.protected = tuple(protected)
+        self.open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guarded = scope["type"] == "http" and scope["path"].startswith(self.protected)
+        guarded = scope["type"] == "http" and scope["path"] not in self.open_paths
         if guarded and scope["method"] != "OPTIONS" and not self._holds_key(Headers(scope=scope)):
             message = "missing or wrong API key; send it as Authorization: Bearer KEY or as x-api-key"
             error = ApiError(401, message, code="invalid_api_key", WWW_Authenticate="Bearer")
@@ -68,17 +70,19 @@ class RequireKey:
 
 
 class BoundedBody:
-    """Reads the whole body first, up to a limit, and refuses text that UTF-8 cannot carry."""
+    """Reads the whole body first, up to a limit of bytes and of seconds."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, service: Service, max_bytes: int, seconds: float) -> None:
         self.app = app
+        self.service = service
         self.max_bytes = max_bytes
+        self.seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         try:
-            body = await self._read(scope, receive)
+            body = await self._read_in_time(scope, receive)
         except ApiError as error:
             return await error_response(scope["path"], error)(scope, receive, send)
         except ClientGone:
@@ -91,6 +95,19 @@ class BoundedBody:
             return await receive()
 
         await self.app(scope, replay, send)
+
+    async def _read_in_time(self, scope: Scope, receive: Receive) -> bytes:
+        limit = asyncio.timeout(self.seconds)
+        try:
+            async with limit:
+                self.service.uploads.add(limit)
+                return await self._read(scope, receive)
+        except TimeoutError:
+            self.service.check_admission()
+            message = f"the body did not arrive within {self.seconds:g} seconds"
+            raise ApiError(408, message, Connection="close") from None
+        finally:
+            self.service.uploads.discard(limit)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         too_large = ApiError(413, f"the body is larger than {self.max_bytes} bytes", Connection="close")
@@ -107,23 +124,7 @@ class BoundedBody:
             size += len(piece)
             if size > self.max_bytes:
                 raise too_large
-        body = b"".join(pieces)
-        check_text(body)
-        return body
-
-
-def check_text(body: bytes) -> None:
-    """Raises ApiError for JSON in UTF-16 or UTF-32 and for halves of surrogate pairs in it."""
-    if b"\0" in body[:4]:
-        raise ApiError(400, "the body must be UTF-8")
-    if not PERHAPS_HALF_A_PAIR.search(body):
-        return
-    try:
-        json.dumps(json.loads(body), ensure_ascii=False).encode()
-    except UnicodeError as error:
-        raise ApiError(400, "the body holds half a surrogate pair, which is no character") from error
-    except (ValueError, RecursionError):
-        return  # not JSON: whoever reads it says so
+        return b"".join(pieces)
 
 
 class WatchedConnection:

@@ -1,18 +1,20 @@
 """`/v1/chat/completions`: a conversation in; reasoning, text and tool calls out, in OpenAI's shape."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import Field
 
 from megaspan.engine.request import Output
+from megaspan.engine.sampling import MOST_LOGPROBS
 from megaspan.server.chat import ChatPrompt, render
 from megaspan.server.errors import ApiError, openai_error
 from megaspan.server.event_stream import DONE, EventStream, data_event
+from megaspan.server.json_body import JsonRoute
 from megaspan.server.parser import (
     Event,
     ReasoningDelta,
@@ -23,10 +25,18 @@ from megaspan.server.parser import (
     complete_message,
 )
 from megaspan.server.reply import ChatReply, TokenRecord, openai_usage
-from megaspan.server.request_fields import Objects, SamplingFields, StreamOptions, Texts, derived_seed
-from megaspan.server.service import Service, Submission
+from megaspan.server.request_fields import (
+    MaxTokens,
+    Objects,
+    SamplingFields,
+    StreamOptions,
+    Texts,
+    derived_seed,
+)
+from megaspan.server.service import Job, Service, Submission
+from megaspan.token_budget import TokenBudget
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 class ChatRequest(SamplingFields):
@@ -60,11 +70,11 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     modalities: Texts | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     n: int = 1
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -77,18 +87,20 @@ class Choice:
     reply: ChatReply
     record: TokenRecord = field(default_factory=TokenRecord)
     events: list[Event] = field(default_factory=list)
-    last: Output | None = None
 
     def push(self, output: Output) -> list[Event]:
         self.record.add(output)
-        self.last = output
         return self.reply.push(output)
 
     @property
+    def last(self) -> Output | None:
+        return self.reply.last
+
+    @property
     def finish_reason(self) -> str | None:
-        """A reply that the model ended itself ended for its tool calls, if it made any."""
-        reason = self.last.finish_reason if self.last else None
-        return self.reply.parser.finish_reason or reason if reason == "stop" else reason
+        if self.reply.ended_in_calls:
+            return "tool_calls"
+        return self.last.finish_reason if self.last else None
 
 
 @router.post("/v1/chat/completions", response_class=Response)
@@ -96,20 +108,24 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
     check(body, service.options.max_choices)
-    prompt = await asyncio.to_thread(rendered, service, body)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    room = service.room(prompt.token_ids, wanted)
-    params = body.sampling(room, body.top_logprobs, prompt.grammar, prompt.forbidden)
     copies = range(body.n)
-    jobs = [(prompt.token_ids, replace(params, seed=derived_seed(params.seed, copy))) for copy in copies]
-    submission = await service.submit(jobs, request.state)
+
+    def prepare(budget: TokenBudget) -> tuple[list[Job], ChatPrompt]:
+        prompt = rendered(service, body, budget)
+        room = service.room(prompt.token_ids, wanted)
+        params = body.sampling(room, body.top_logprobs, prompt.grammar, prompt.forbidden)
+        seeds = [derived_seed(params.seed, copy) for copy in copies]
+        return [(prompt.token_ids, replace(params, seed=seed)) for seed in seeds], prompt
+
+    submission, prompt = await service.submit(request.state, prepare, "messages")
     parsers = [
         ReplyParser(
             service.tokenizer, prompt.tools, prompt.thinking, body.separate_reasoning, prompt.continued
         )
         for _ in copies
     ]
-    choices = [Choice(ChatReply(parser, params.stop)) for parser in parsers]
+    choices = [Choice(ChatReply(service.tokenizer, parser)) for parser in parsers]
     answer = ChatAnswer(service, body, submission, prompt, choices)
     if body.stream:
         return EventStream(submission, answer.chunks(), lambda error: data_event(openai_error(error)))
@@ -128,7 +144,7 @@ def check(body: ChatRequest, max_choices: int) -> None:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
 
 
-def rendered(service: Service, body: ChatRequest) -> ChatPrompt:
+def rendered(service: Service, body: ChatRequest, budget: TokenBudget) -> ChatPrompt:
     """Raises ApiError or UserError for what cannot be rendered, or does not fit."""
     structure, answer = body.structure(), body.response_format
     if structure and answer and answer.get("type") != "text":
@@ -146,6 +162,7 @@ def rendered(service: Service, body: ChatRequest) -> ChatPrompt:
         continue_final_message=body.continue_final_message,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         grammar=structure,
+        budget=budget,
     )
 
 

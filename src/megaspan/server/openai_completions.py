@@ -1,6 +1,5 @@
 """`/v1/completions`: text or token ids in, their continuation out, in OpenAI's shape."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
@@ -8,25 +7,46 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import Discriminator, Field, Tag
 
 from megaspan.engine.request import Output
 from megaspan.server.errors import ApiError, openai_error
 from megaspan.server.event_stream import DONE, EventStream, data_event
+from megaspan.server.json_body import JsonRoute
 from megaspan.server.reply import PlainReply, TokenRecord, openai_usage
 from megaspan.server.request_fields import (
-    STRICT,
+    MaxTokens,
     SamplingFields,
     StreamOptions,
-    Texts,
     TokenIds,
     derived_seed,
 )
-from megaspan.server.service import Service, Submission
+from megaspan.server.service import Job, Service, Submission
+from megaspan.token_budget import TokenBudget
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 MOST_PROMPTS = 64
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+def prompt_kind(prompt: Any) -> str:
+    """Which of the four forms it has, as far as its first element tells."""
+    if not isinstance(prompt, list):
+        return "text"
+    if prompt and isinstance(prompt[0], str | list):
+        return "texts" if isinstance(prompt[0], str) else "id_lists"
+    return "ids"
+
+
+SEVERAL = Field(fail_fast=True, max_length=MOST_PROMPTS)
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], SEVERAL, Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[TokenIds], SEVERAL, Tag("id_lists")],
+    Discriminator(prompt_kind),
+]
 
 
 class CompletionRequest(SamplingFields):
@@ -35,8 +55,8 @@ class CompletionRequest(SamplingFields):
     ignored = frozenset({"user", "metadata", "service_tier", "priority", "prompt_cache_key"})
 
     model: str | None = None
-    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], STRICT]
-    max_tokens: int | None = None
+    prompt: Prompt
+    max_tokens: MaxTokens | None = None
     n: int = 1
     echo: bool = False
     logprobs: int | None = None
@@ -70,18 +90,24 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
     check(body, service.options.max_choices)
-    prompts = await asyncio.to_thread(encode_prompts, service, body.prompt)
-    grammar = body.structure()
-    jobs, choices = [], []
-    for text, prompt in prompts:
-        wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        params = body.sampling(service.room(prompt, wanted), body.logprobs, grammar)
-        for copy in range(body.n):
-            jobs.append((prompt, replace(params, seed=derived_seed(params.seed, copy))))
-            choices.append(
-                Choice(prompt, text if body.echo else "", PlainReply(service.tokenizer, params.stop))
-            )
-    answer = CompletionAnswer(service, body, await service.submit(jobs, request.state), choices)
+    several = prompt_kind(body.prompt) in ("texts", "id_lists")
+    prompts: Any = body.prompt if several else [body.prompt]
+
+    def prepare(budget: TokenBudget) -> tuple[list[Job], list[Choice]]:
+        grammar = body.structure()
+        jobs, choices = [], []
+        for prompt in prompts:
+            token_ids = service.tokenizer.encode(prompt, budget) if isinstance(prompt, str) else prompt
+            echo = echoed(service, prompt) if body.echo else ""
+            wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+            params = body.sampling(service.room(token_ids, wanted), body.logprobs, grammar)
+            for copy in range(body.n):
+                jobs.append((token_ids, replace(params, seed=derived_seed(params.seed, copy))))
+                choices.append(Choice(token_ids, echo, PlainReply(service.tokenizer)))
+        return jobs, choices
+
+    submission, choices = await service.submit(request.state, prepare, "prompt", len(prompts))
+    answer = CompletionAnswer(service, body, submission, choices)
     if body.stream:
         return EventStream(answer.submission, answer.chunks(), lambda error: data_event(openai_error(error)))
     return JSONResponse(await answer.whole())
@@ -91,25 +117,20 @@ def check(body: CompletionRequest, max_choices: int) -> None:
     """Raises ApiError for what fields ask together, or beyond this server's bounds."""
     if not 1 <= body.n <= max_choices:
         raise ApiError(400, f"n is {body.n}; it must be from 1 to {max_choices}", param="n")
+    if not body.prompt and isinstance(body.prompt, list):
+        raise ApiError(400, "prompt holds no prompts; give at least one", param="prompt")
     if body.echo and body.logprobs is not None:
         raise ApiError(400, "echo with logprobs is not supported; ask for one of them", param="echo")
     if body.stream_options and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
 
 
-def encode_prompts(service: Service, prompt: Any) -> list[tuple[str, list[int]]]:
-    """(text, ids) of each prompt of any of the four forms. Raises ApiError for none or too many."""
-    single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-    prompts = [prompt] if single else prompt
-    if not 1 <= len(prompts) <= MOST_PROMPTS:
-        message = f"prompt holds {len(prompts)} prompts; give from 1 to {MOST_PROMPTS}"
-        raise ApiError(400, message, param="prompt")
-    pairs = []
-    for each in prompts:
-        ids = service.tokenizer.encode(each) if isinstance(each, str) else each
-        service.check_prompt(ids)
-        pairs.append((each if isinstance(each, str) else service.tokenizer.decode(ids), ids))
-    return pairs
+def echoed(service: Service, prompt: str | list[int]) -> str:
+    """The prompt as text. Raises ApiError for ids that are no tokens."""
+    if isinstance(prompt, str):
+        return prompt
+    service.check_ids(prompt, "prompt")
+    return service.tokenizer.decode(prompt)
 
 
 @dataclass

@@ -8,6 +8,8 @@
     </tool_call>
 
 The result does not depend on how many tokens come at once: `complete_message` of the events is the same.
+A call is complete with its end marker alone. What was cut off before, by whatever, never looks complete: its
+arguments stay the beginning of a JSON object, so that no client runs half a command.
 """
 
 import secrets
@@ -17,6 +19,7 @@ from enum import Enum
 from typing import Any
 
 from megaspan.server.markers import CALLING, THINKING, Marker, MarkerStream
+from megaspan.server.reply_pieces import Piece
 from megaspan.server.tool_arguments import ToolArguments
 from megaspan.tokenizer import Tokenizer
 
@@ -43,11 +46,13 @@ class ToolCallStart:
 @dataclass(frozen=True)
 class ToolArgumentsDelta:
     index: int
-    json_fragment: str  # a call's fragments, joined, are one JSON object
+    json_fragment: str  # a complete call's fragments, joined, are one JSON object
 
 
 @dataclass(frozen=True)
 class ToolCallEnd:
+    """The call is complete. For one that was cut off it never comes."""
+
     index: int
 
 
@@ -58,7 +63,7 @@ Event = ReasoningDelta | TextDelta | ToolCallStart | ToolArgumentsDelta | ToolCa
 class ToolCall:
     id: str
     name: str
-    arguments: str  # JSON
+    arguments: str  # a JSON object; the beginning of one where the call was cut off
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class Place(Enum):
 
 
 class ReplyParser:
-    """Feed it the token ids of one reply with `push`, then call `finish`.
+    """Feed it the pieces of one reply with `push`, then call `finish`.
 
     tools: those that the reply may call, in OpenAI's form. Without any, tool markers mean nothing.
     thinking: the prompt ended inside `<think>`.
@@ -125,33 +130,31 @@ class ReplyParser:
         self._content = Trimmed(begun=continued)
         self._place = Place.CONTENT
         self._events: list[Event] = []
-        self._calls = 0
+        self._begun_calls = self._complete_calls = 0
         self.reasoning_tokens = 0  # without the markers around them
         if thinking:
             self._open_reasoning()
 
     @property
-    def finish_reason(self) -> str | None:
-        """ "tool_calls" if any call was made; None where the engine's own reason stands."""
-        return "tool_calls" if self._calls else None
+    def called(self) -> bool:
+        """Whether there are calls, all of them complete."""
+        return 0 < self._begun_calls == self._complete_calls
 
-    def push(self, token_ids: Sequence[int]) -> list[Event]:
-        for token_id in token_ids:
+    def push(self, pieces: Iterable[Piece]) -> list[Event]:
+        for piece in pieces:
             reasoning = self._place is Place.REASONING
-            for piece in self._markers.push(int(token_id)):
-                self._take(piece)
-            self.reasoning_tokens += reasoning and self._place is Place.REASONING
+            for part in self._markers.push(piece):
+                self._take(part)
+            if reasoning and self._place is Place.REASONING:
+                self.reasoning_tokens += piece.tokens
         return self._take_events()
 
     def finish(self) -> list[Event]:
-        """What was held back. A call that was cut off is closed; one cut off in its name was never made."""
-        for piece in self._markers.finish():
-            self._take(piece)
-        if self._place is Place.NAME:
-            self._place = Place.CONTENT
-        self._close_call()
+        """What was held back. A call that was cut off stays so; one cut off in its name was never made."""
+        for part in self._markers.finish():
+            self._take(part)
         self._close_reasoning(marker="")
-        if not self._calls:
+        if not self._begun_calls:
             self._emit(TextDelta(self._content.finish()))
         return self._take_events()
 
@@ -159,17 +162,16 @@ class ReplyParser:
         events, self._events = self._events, []
         return events
 
-    def _take(self, piece: str | Marker) -> None:
-        if isinstance(piece, str):
-            self._take_text(piece)
-        elif piece is Marker.CALL:
+    def _take(self, part: str | Marker) -> None:
+        if isinstance(part, str):
+            self._take_text(part)
+        elif part is Marker.CALL:
             self._close_reasoning()
-            self._close_call()
             self._place, self._name = Place.NAME, ""
         elif self._place in (Place.REASONING, Place.CONTENT):
-            self._take_thinking(piece)
+            self._take_thinking(part)
         else:
-            self._take_calling(piece)
+            self._take_calling(part)
 
     def _take_text(self, text: str) -> None:
         match self._place:
@@ -227,22 +229,24 @@ class ReplyParser:
             self._place = Place.CONTENT
             return
         self._arguments = ToolArguments(self._schemas.get(name, {}))
-        self._emit(ToolCallStart(self._calls, f"call_{secrets.token_hex(12)}", name))
-        self._calls += 1
+        self._emit(ToolCallStart(self._begun_calls, f"call_{secrets.token_hex(12)}", name))
+        self._begun_calls += 1
+        self._emit_arguments(ToolArguments.BEGINNING)
         self._place = Place.CALL
 
     def _close_call(self) -> None:
         self._start_call()
         if self._place in (Place.CALL, Place.KEY, Place.VALUE):
             self._emit_arguments(self._arguments.finish())
-            self._emit(ToolCallEnd(self._calls - 1))
+            self._emit(ToolCallEnd(self._begun_calls - 1))
+            self._complete_calls += 1
             self._place = Place.CONTENT
 
     def _reasoning_delta(self, text: str) -> Event:
         return ReasoningDelta(text) if self._separate else TextDelta(text)
 
     def _emit_arguments(self, fragment: str) -> None:
-        self._emit(ToolArgumentsDelta(self._calls - 1, fragment))
+        self._emit(ToolArgumentsDelta(self._begun_calls - 1, fragment))
 
     def _emit(self, event: Event) -> None:
         """Add an event, or its text to the last one's, so that a burst of tokens makes few events."""

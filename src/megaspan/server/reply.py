@@ -1,76 +1,49 @@
 """One reply's outputs as text or events that a client may see, and what it is told of their tokens."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 from megaspan.engine.request import Output
-from megaspan.engine.stops import HeldText
-from megaspan.server.parser import Event, ReasoningDelta, ReplyParser, TextDelta
+from megaspan.server.parser import Event, ReplyParser
+from megaspan.server.reply_pieces import PieceStream
 from megaspan.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-def visible_ids(output: Output) -> tuple[int, ...]:
-    """The output's token ids without the one that ended the reply."""
-    ids = output.token_ids
-    return ids[:-1] if ids and output.finish_reason == "stop" and output.stop_reason == ids[-1] else ids
-
-
 class PlainReply:
-    """Token ids to text: no special tokens, no half characters, no stop strings."""
+    """Outputs to text: no special tokens, no half characters, no stop strings."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._special_ids = frozenset(tokenizer.special_tokens.values())
-        self._stream = tokenizer.stream()
-        self._held = HeldText(tuple(stop))
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._pieces = PieceStream(tokenizer)
 
     def push(self, output: Output) -> str:
         """The text that an output completes; with the finish, all that is left."""
-        ids = (token_id for token_id in visible_ids(output) if token_id not in self._special_ids)
-        shown = "".join([self._held.push(self._stream.push(token_id)) for token_id in ids])
-        if output.finish_reason is None:
-            return shown
-        return shown + self._held.push(self._stream.finish()) + self._held.finish()
+        return "".join(piece.text for piece in self._pieces.push(output))
 
 
 class ChatReply:
-    """Outputs to the parser's events, with stop strings cut out of text and reasoning."""
+    """Outputs to the parser's events. last: the last output so far."""
 
-    def __init__(self, parser: ReplyParser, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, parser: ReplyParser) -> None:
         self.parser = parser
-        self._stop = tuple(stop)
-        self._kind: type[ReasoningDelta] | type[TextDelta] | None = None
-        self._held = HeldText(self._stop)
+        self.last: Output | None = None
+        self._pieces = PieceStream(tokenizer)
 
     def push(self, output: Output) -> list[Event]:
-        events = self.parser.push(visible_ids(output))
-        if output.finish_reason is not None:
-            events += self.parser.finish()
-        if not self._stop:
-            return events
-        shown = [part for event in events for part in self._cut(event)]
-        return shown + self._release() if output.finish_reason is not None else shown
+        self.last = output
+        events = self.parser.push(self._pieces.push(output))
+        return events if output.finish_reason is None else events + self.parser.finish()
 
-    def _cut(self, event: Event) -> list[Event]:
-        if self._held.matched is not None:
-            return []
-        if not isinstance(event, ReasoningDelta | TextDelta):
-            return [*self._release(), event]
-        released = self._release() if type(event) is not self._kind else []
-        self._kind = type(event)
-        text = self._held.push(event.text)
-        return [*released, self._kind(text)] if text else released
-
-    def _release(self) -> list[Event]:
-        """What was held back as a stop string's possible beginning, once no more of its kind can follow."""
-        if self._held.matched is not None or self._kind is None:
-            return []
-        text = self._held.finish()
-        kind, self._kind, self._held = self._kind, None, HeldText(self._stop)
-        return [kind(text)] if text else []
+    @property
+    def ended_in_calls(self) -> bool:
+        """Whether the reply ended by itself and made calls, all complete: they wait for their results."""
+        last = self.last
+        by_itself = (
+            last is not None and last.finish_reason == "stop" and not isinstance(last.stop_reason, str)
+        )
+        return by_itself and self.parser.called
 
 
 @dataclass

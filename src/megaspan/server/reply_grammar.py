@@ -71,11 +71,9 @@ def _argument(key: str, value: str, token: dict[Marker, str]) -> str:
 def _value(schema: Any, root: Mapping[str, Any]) -> str:
     """A string stands as it is, so it may be any text; other values are JSON."""
     types = allowed_types(schema, dict(root))
-    listed = schema.get("enum")
-    choices = (
-        [value for value in listed if isinstance(value, str)] if types and isinstance(listed, list) else []
-    )
-    if types == {"string"} and choices:
+    listed = schema.get("enum") if types == {"string"} else None
+    choices = [value for value in listed if isinstance(value, str)] if isinstance(listed, list) else []
+    if choices:
         return "(" + " | ".join(map(_quoted, choices)) + ")"
     if types is None or "string" in types:
         return "TEXT?"

@@ -10,11 +10,15 @@ from pydantic_core import PydanticCustomError
 from megaspan.engine.sampling import MOST_BIASES, Grammar, SamplingParams
 from megaspan.server.errors import ApiError
 
+MOST_OBJECTS = 1 << 16  # messages, say
+MOST_TOKENS = 1 << 31  # more than any context; a client that asks for more has made a mistake
+
 # A list stops at its first wrong element: a report on each of a million would take a minute and gigabytes.
 STRICT = Field(fail_fast=True)
 TokenIds = Annotated[list[int], STRICT]
 Texts = Annotated[list[str], STRICT]
-Objects = Annotated[list[dict[str, Any]], STRICT]
+Objects = Annotated[list[dict[str, Any]], STRICT, Field(max_length=MOST_OBJECTS)]
+MaxTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 SEEDS = 1 << 63
 FORBIDDING_BIAS = -100.0
@@ -23,16 +27,23 @@ FORBIDDING_BIAS = -100.0
 class RequestModel(BaseModel):
     """A body whose unknown fields are errors, as they could change what the client means.
 
-    Passed over are those in `ignored`, which change nothing about the answer, and null or empty ones.
+    Passed over are those in `ignored`, which change nothing about the answer; those in `fixed` with the value
+    that holds here anyway; and null or empty ones. A number is a number, not a text that spells one.
     """
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
     ignored: ClassVar[frozenset[str]] = frozenset()
+    fixed: ClassVar[dict[str, Any]] = {}
 
     @model_validator(mode="after")
     def _refuse_unknown(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if name not in self.ignored and value:
+            empty = value is None or value in ("", [], {})
+            if (
+                not empty
+                and name not in self.ignored
+                and not (name in self.fixed and value == self.fixed[name])
+            ):
                 message = "the field {field} is not supported here; leave it out"
                 raise PydanticCustomError("unsupported_field", message, {"field": name})
         return self
@@ -67,7 +78,23 @@ class StructuredOutputs(RequestModel):
 
 
 class SamplingFields(RequestModel):
-    """Sampling as OpenAI, vLLM and SGLang name it. Ranges are checked by SamplingParams."""
+    """Sampling as OpenAI, vLLM and SGLang name it. Ranges are checked by SamplingParams.
+
+    top_k: 0 and -1 both mean all tokens.
+    """
+
+    fixed = {
+        "add_special_tokens": False,
+        "best_of": 1,
+        "early_stopping": False,
+        "include_reasoning": True,
+        "include_stop_str_in_output": False,
+        "length_penalty": 1.0,
+        "no_stop_trim": False,
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "use_beam_search": False,
+    }
 
     temperature: float | None = None
     top_p: float | None = None
@@ -110,7 +137,7 @@ class SamplingFields(RequestModel):
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": max(self.top_k, 0) if self.top_k is not None else None,  # -1 is a way to say "all"
+            "top_k": 0 if self.top_k == -1 else self.top_k,
             "min_p": self.min_p,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,

@@ -4,21 +4,26 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from megaspan.engine.request import Output
 from megaspan.engine.sampling import SamplingParams
 from megaspan.engine.stats import EngineStats
-from megaspan.errors import Overloaded, UserError
-from megaspan.server.errors import ApiError
+from megaspan.errors import BadPrompt, ContextTooLong, Overloaded, UserError
+from megaspan.server.errors import ABORTED, ApiError
 from megaspan.server.metrics import Metrics
 from megaspan.server.options import ServerOptions
+from megaspan.token_budget import TokenBudget
 from megaspan.tokenizer import Tokenizer
 
 Job = tuple[Sequence[int], SamplingParams]
+Made = TypeVar("Made")
 
+WORKERS = 4  # threads that parse, encode and compile
+MOST_PREPARING = 256  # requests that may wait for them
 ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "gen-")
 
 
@@ -64,6 +69,8 @@ class Service:
         self.created = int(time.time())
         self.serial = itertools.count()
         self.running: dict[str, Submission] = {}
+        self.uploads: set[asyncio.Timeout] = set()  # the time limits of bodies on their way
+        self.workers = ThreadPoolExecutor(WORKERS, "megaspan-worker")
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 for any name but the served one; none at all means that one."""
@@ -71,42 +78,59 @@ class Service:
             message = f"there is no model {name!r}; this server has {self.options.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def check_prompt(self, prompt: Sequence[int]) -> None:
-        """Raises ApiError for an empty prompt, ids that are no tokens, or more than the context holds."""
-        if not prompt:
-            raise ApiError(400, "the prompt is empty; give at least one token")
-        self.check_ids(prompt)
-        if len(prompt) >= self.engine.max_context:
-            message = (
-                f"the prompt has {len(prompt)} tokens, and the maximum context length is "
-                f"{self.engine.max_context} tokens with the completion; shorten it"
-            )
-            raise ApiError(400, message, code="context_length_exceeded")
-
-    def check_ids(self, ids: Sequence[int]) -> None:
-        """Raises ApiError for ids outside the vocabulary. `ids` is not empty."""
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
+        """Raises ApiError for ids outside the vocabulary."""
         last = self.tokenizer.vocab_size - 1
-        if min(ids) < 0 or max(ids) > last:
-            raise ApiError(400, f"not all token ids are tokens; they go from 0 to {last}")
+        if ids and (min(ids) < 0 or max(ids) > last):
+            raise ApiError(400, f"not all of {field} are tokens; they go from 0 to {last}", param=field)
 
     def room(self, prompt: Sequence[int], wanted: int | None) -> int:
         """Tokens that may be generated: what was asked for, or as many as the context still holds."""
         left = max(self.engine.max_context - len(prompt), 1)
         return left if wanted is None else min(wanted, left)
 
-    async def submit(self, jobs: Sequence[Job], state: Any) -> "Submission":
+    async def in_worker(self, function: Callable[..., Made], *arguments: Any) -> Made:
+        """Call it on one of a few threads. Cancelled before its turn has come, it is not called at all."""
+        return await asyncio.get_running_loop().run_in_executor(self.workers, function, *arguments)
+
+    async def encoded(self, encode: Callable[[TokenBudget], Made], field: str, prompts: int = 1) -> Made:
+        """Call what encodes prompts `in_worker`. Cancelled, it ends at the next piece of text.
+
+        Raises ApiError that names the prompts' field for those that do not fit.
+        """
+        budget = TokenBudget(self._most_tokens(prompts))
+        try:
+            return await self.in_worker(encode, budget)
+        except BadPrompt as error:
+            code = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
+            raise ApiError(400, str(error), param=field, code=code) from error
+        finally:
+            budget.stop()
+
+    async def submit(
+        self,
+        state: Any,
+        prepare: Callable[[TokenBudget], tuple[Sequence[Job], Made]],
+        field: str,
+        prompts: int = 1,
+    ) -> tuple["Submission", Made]:
         """Hand prompts to the engine, all or none. `state`: the HTTP request's, which holds its id.
 
-        Raises ApiError 503 while draining or after the engine died, 429 when too many wait, 400 for a
-        prompt or parameters that the engine refuses.
+        `prepare` makes the jobs, and what else its caller wants back, as `encoded` calls it. Raises ApiError
+        503 while draining or after the engine died, 429 when too many wait, 499 when the request is aborted
+        meanwhile, and 400 for a prompt or parameters that the engine refuses.
         """
-        self._check_admission()
+        self.check_admission()
+        if sum(not submission.streams for submission in self.running.values()) >= MOST_PREPARING:
+            raise queue_full(f"{MOST_PREPARING} requests are being prepared already; try again later")
         state.request_id = self._unused(state.request_id)
         submission = self.running[state.request_id] = Submission(self, state.request_id)
-        submission.constrained = any(params.grammar is not None for _, params in jobs)
         try:
-            requests = await asyncio.to_thread(self._prepare, jobs, state.request_id)
-            self._check_admission()
+            work = self.encoded(
+                lambda budget: self._prepare(prepare(budget), state.request_id), field, prompts
+            )
+            requests, made = await submission.prepared(work)
+            self.check_admission()
             for request in requests:
                 submission.streams.append(self.engine.enqueue(request))
         except Overloaded as error:
@@ -115,17 +139,24 @@ class Service:
         except BaseException:
             submission.close()
             raise
-        return submission
+        return submission, made
 
-    def _prepare(self, jobs: Sequence[Job], request_id: str) -> list[Any]:
+    def _prepare(self, prepared: tuple[Sequence[Job], Made], request_id: str) -> tuple[list[Any], Made]:
         """The engine's requests: each prompt checked, each grammar compiled."""
-        requests = []
+        jobs, made = prepared
+        requests, left = [], self._most_tokens(len(jobs))
         for prompt, params in jobs:
-            self.check_prompt(prompt)
             self._check_named_ids(params)
             # The engine may still be ending a request of the same id, whose client came back at once.
             requests.append(self.engine.prepare(prompt, params, f"{request_id}/{next(self.serial)}"))
-        return requests
+            left -= len(prompt)
+            if left < 0:
+                raise ApiError(400, "the choices and prompts are too long together; ask for fewer at once")
+        return requests, made
+
+    def _most_tokens(self, prompts: int) -> int:
+        """Of all the prompts of a request: a full context for each, but at most for `max_choices` of them."""
+        return min(max(prompts, 1), self.options.max_choices) * self.engine.max_context
 
     def abort(self, request_id: str) -> bool:
         """End a running request, all its choices; False when there is none of that id."""
@@ -136,21 +167,22 @@ class Service:
         return False
 
     def abort_all(self) -> None:
+        """End what runs, what is being prepared, and what is still being uploaded."""
         for submission in list(self.running.values()):
             submission.abort()
+        for upload in self.uploads:
+            if not upload.expired():
+                upload.reschedule(0)
 
-    def _check_admission(self) -> None:
+    def check_admission(self) -> None:
         if self.draining:
             raise ApiError(503, "the server is shutting down; ask another one", Retry_After="5")
         if not self.engine.is_alive:
             raise ApiError(503, "the engine has stopped; the server's log says why")
-        if self.engine.stats().waiting >= self.options.max_waiting:
-            raise queue_full(f"{self.options.max_waiting} requests are waiting already; try again later")
 
     def _check_named_ids(self, params: SamplingParams) -> None:
-        named = [*params.stop_token_ids, *dict(params.logit_bias)]
-        if named:
-            self.check_ids(named)
+        self.check_ids(params.stop_token_ids, "stop_token_ids")
+        self.check_ids(tuple(dict(params.logit_bias)), "logit_bias")
 
     def _unused(self, request_id: str) -> str:
         while request_id in self.running:
@@ -169,7 +201,8 @@ class Submission:
         self.service = service
         self.request_id = request_id
         self.streams: list[OutputStream] = []
-        self.constrained = False  # by a grammar
+        self.preparing: asyncio.Future[Any] | None = None
+        self.aborted = False  # before it reached the engine
         self.finished: set[int] = set()
         self.arrival = time.perf_counter()
 
@@ -178,6 +211,19 @@ class Submission:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def prepared(self, work: Coroutine[Any, Any, Made]) -> Made:
+        """What the work makes. Raises ApiError when the request is aborted meanwhile."""
+        self.preparing = asyncio.ensure_future(work)
+        try:
+            made = await self.preparing
+            if not self.aborted:
+                return made
+        except asyncio.CancelledError:
+            if not self.aborted:
+                raise  # the client is gone
+        self.service.check_admission()
+        raise ApiError(ABORTED, "the request was aborted", code="aborted")
 
     async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
         """(place of its prompt, output) as they come, measured. Raises ApiError when the engine fails one."""
@@ -198,10 +244,19 @@ class Submission:
 
     def _failure(self, output: Output) -> ApiError:
         """A client's own grammar can lead to where no token fits, and asking again would lead there again."""
-        status = 400 if self.constrained else 500
-        return ApiError(status, f"the engine failed: {output.error}", code="engine_error")
+        message = f"the engine failed: {output.error}"
+        if output.error_kind == "grammar":
+            return ApiError(400, message, code="grammar_error")
+        if output.error_kind == "memory":
+            return ApiError(503, message, code="out_of_memory", Retry_After="1")
+        return ApiError(500, message, code="engine_error")
 
     def abort(self) -> bool:
+        """End what has not finished; False when all of it has."""
+        if self.preparing is not None and not self.streams:
+            self.aborted = True
+            self.preparing.cancel()
+            return True
         unfinished = [stream for place, stream in enumerate(self.streams) if place not in self.finished]
         return any([self.service.engine.abort(stream.request_id) for stream in unfinished])
 

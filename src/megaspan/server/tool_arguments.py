@@ -10,11 +10,13 @@ class ToolArguments:
     """GLM writes each argument as a key and a raw value; this writes them as one JSON object.
 
     A value is a string where the tool's schema says so, and then it streams. Any other is held to its end,
-    and taken as JSON where it is JSON of a type that the schema allows, else as a string. What the methods
-    return, joined, is a valid JSON object once `finish` has been called.
+    and taken as JSON where it is JSON of a type that the schema allows, else as a string. `BEGINNING` and
+    what the methods return, joined, is a JSON object once `finish` has been called, and none before.
 
     schema: the tool's parameters, a JSON schema; {} where nothing is known.
     """
+
+    BEGINNING = "{"
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema
@@ -30,7 +32,7 @@ class ToolArguments:
         if self._repeated:
             return closing
         self._types = allowed_types(_property(self._schema, name), self._schema)
-        comma = ", " if self._names else "{"
+        comma = ", " if self._names else ""
         self._names.add(name)
         quote = '"' if self._streams else ""
         return f"{closing}{comma}{json.dumps(name, ensure_ascii=False)}: {quote}"
@@ -53,8 +55,7 @@ class ToolArguments:
 
     def finish(self) -> str:
         """End the open value and the object."""
-        closing = self.close()
-        return closing + ("}" if self._names else "{}")
+        return self.close() + "}"
 
     @property
     def _streams(self) -> bool:
@@ -68,9 +69,8 @@ def typed_value(text: str, types: set[str] | None) -> str:
     """
     try:
         value = json.loads(text, parse_constant=_refuse)
-        json.dumps(
-            value, allow_nan=False, ensure_ascii=False
-        ).encode()  # neither 1e999 nor half a surrogate pair
+        # neither 1e999 nor half a surrogate pair
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
         kind = _kind(value)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)

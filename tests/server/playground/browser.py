@@ -40,7 +40,7 @@ class PlayedEngine(FakeEngine):
         self.submitted.clear()
         self.aborted.clear()
         self.figures.clear()
-        self.failing, self.burst = False, 1
+        self.failing, self.burst = None, 1
 
     def stats(self) -> EngineStats:
         return replace(super().stats(), **self.figures)

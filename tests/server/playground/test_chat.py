@@ -27,6 +27,35 @@ def test_chat_shows_reasoning_then_text_and_keeps_the_turns(page: Page, engine: 
     assert asked.index("Say two words") < asked.index("Two words.") < asked.index("Once more")
 
 
+def test_a_reply_that_only_reasoned_stays_open_and_offers_the_way_out(
+    page: Page, engine: PlayedEngine
+) -> None:
+    engine.play("Hm, let me see. " * 40)
+    page.get_by_label("Max tokens").fill("20")
+    for count in (1, 2):
+        say(page, "Say two words")
+        expect(page.get_by_label("Reply")).to_have_count(count)
+        wait_for_end(page)
+        expect(page.get_by_label("Reply").last.locator(".reasoning .prose")).to_be_visible()
+        expect(page.locator(".offer")).to_have_count(1)
+    engine.play("Two words.")
+    page.get_by_role("button", name="Answer without reasoning").click()
+    expect(page.get_by_label("Reply").last.locator("> .prose")).to_have_text("Two words.")
+    expect(page.get_by_label("Reply")).to_have_count(2)
+    expect(page.get_by_label("Reasoning effort")).to_have_value("none")
+    expect(page.locator(".offer")).to_have_count(0)
+    assert not engine.submitted[-1].prompt_text.rstrip().endswith("<think>")
+
+
+def test_a_stopped_reasoning_offers_nothing(page: Page, engine: PlayedEngine) -> None:
+    engine.play("Hm, so far " * 400, delay=0.02)
+    say(page, "Go on")
+    expect(page.get_by_label("Reply")).to_contain_text("so far")
+    page.keyboard.press("Escape")
+    wait_for_end(page)
+    expect(page.locator(".offer")).to_have_count(0)
+
+
 def test_stop_aborts_the_request_and_keeps_what_came(page: Page, engine: PlayedEngine) -> None:
     engine.play("</think>\n" + "so far " * 400, delay=0.02)
     say(page, "Go on")
@@ -144,7 +173,7 @@ def test_markup_in_text_stays_text(page: Page, engine: PlayedEngine) -> None:
 
 def test_an_error_in_mid_stream_is_shown_and_what_came_is_kept(page: Page, engine: PlayedEngine) -> None:
     engine.play("</think>\nSo far, so good")
-    engine.failing, engine.burst = True, 4
+    engine.failing, engine.burst = "internal", 4
     say(page, "Hi")
     expect(page.get_by_role("alert")).to_contain_text("a row of logits holds no numbers")
     expect(page.get_by_label("Reply")).to_contain_text("So")

@@ -110,6 +110,24 @@ def test_the_meter_counts_what_is_written_and_shows_the_usage(page: Page, engine
     expect(page.locator("#meter-text")).to_have_text("0 of 2,048 tokens")
 
 
+@pytest.mark.parametrize("mode", ["Chat", "Completion"])
+def test_the_meter_moves_while_a_reply_streams(page: Page, engine: PlayedEngine, mode: str) -> None:
+    engine.play("</think>so far " * 200, delay=0.02)
+    page.get_by_role("tab", name=mode).click()
+    page.get_by_label({"Chat": "Message", "Completion": "Text to continue"}[mode]).fill("a sum of numbers")
+    written = len(encode_reply("a sum of numbers"))
+    expect(page.locator("#meter-text")).to_have_text(f"{written} of 2,048 tokens")
+    page.get_by_role("button", name={"Chat": "Send", "Completion": "Continue"}[mode]).click()
+    seen = [written]
+    while len(seen) < 4:
+        expect(page.locator("#meter-text")).not_to_have_text(f"{seen[-1]:,} of 2,048 tokens")
+        now = page.get_by_role("meter", name="Context used").get_attribute("aria-valuenow")
+        seen.append(int(now or 0))
+    assert seen == sorted(seen)
+    page.keyboard.press("Escape")
+    wait_for_abort(page, engine)
+
+
 def test_the_panel_follows_the_engine(page: Page, engine: PlayedEngine) -> None:
     expect(page.locator("#running")).to_have_text("0")
     say(page, "Hi")  # the time to the first token is the server's own

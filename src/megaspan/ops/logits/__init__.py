@@ -3,9 +3,15 @@
 from torch import Tensor
 
 from megaspan.ops.logits.native import logit_summary_native, supports
-from megaspan.ops.logits.reference import LogitSummary, logit_summary_reference
+from megaspan.ops.logits.reference import FRACTION_BITS, LogitSummary, logit_summary_reference
 
-__all__ = ["LogitSummary", "logit_summary", "logit_summary_native", "logit_summary_reference"]
+__all__ = [
+    "FRACTION_BITS",
+    "LogitSummary",
+    "logit_summary",
+    "logit_summary_native",
+    "logit_summary_reference",
+]
 
 
 def logit_summary(logits: Tensor, vocabulary: int) -> LogitSummary:

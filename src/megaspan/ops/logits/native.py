@@ -61,7 +61,7 @@ def logit_summary_native(logits: Tensor, vocabulary: int) -> LogitSummary:
         width,
         logits.stride(0),
         vocabulary,
-        torch.get_num_threads() if rows * width > WORTH_THREADS else 1,
+        min(torch.get_num_threads(), rows) if rows * width > WORTH_THREADS else 1,
     )
     function(ctypes.byref(call))
     return summary

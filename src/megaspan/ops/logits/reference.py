@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FRACTION_BITS = 40  # of a weight, which is 1 for the best token
+FRACTION_BITS = 40  # a token's weight is a whole number: 2**40 for the best one, so 2**-40 is the least share
 
 
 @dataclass(frozen=True)

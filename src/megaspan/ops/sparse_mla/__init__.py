@@ -1,13 +1,13 @@
 """Attention of latent queries over the few cached rows that the indexer selected."""
 
-import torch
 from torch import Tensor
 
 from megaspan.ops.sparse_mla import gathered, native
 from megaspan.ops.sparse_mla.gathered import sparse_mla_gathered
 from megaspan.ops.sparse_mla.reference import sparse_mla_reference
+from megaspan.ops.sparse_mla.visible import visible_mla
 
-__all__ = ["sparse_mla", "sparse_mla_gathered", "sparse_mla_reference"]
+__all__ = ["sparse_mla", "sparse_mla_gathered", "sparse_mla_reference", "visible_mla"]
 
 
 def sparse_mla(
@@ -28,7 +28,6 @@ def sparse_mla(
     token selected are never read. Temporary memory stays within `budget_bytes`. Differentiable in `query`
     and `rows`, but not through FP8 rows: ValueError.
     """
-    tracked = torch.is_grad_enabled() and (query.requires_grad or rows.requires_grad)
-    if not tracked and native.supports(query, rows):
+    if native.supports(query, rows):
         return native.sparse_mla_native(query, rows, selected, value_width, scale)
     return sparse_mla_gathered(query, rows, selected, value_width, scale, budget_bytes)

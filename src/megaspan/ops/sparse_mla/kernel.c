@@ -2,13 +2,8 @@
 
    A token's rows are cut into parts, a part into blocks that fit in the nearest cache. A block is copied,
    scored against up to HEADS heads, and added to the part's running softmax; at the end the parts are
-   merged. FP8 rows become fp32 as they are copied. The cuts depend on nothing but the token's own count of rows, so its result depends neither on
-   the other tokens of the call nor on the number of threads. */
-
-#include <omp.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+   merged. FP8 rows become fp32 as they are copied. The cuts depend on nothing but the token's own count of
+   rows, so its result depends neither on the other tokens of the call nor on the number of threads. */
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -24,6 +19,11 @@
 #define HIGH {2, 6, 3, 7}
 #endif
 
+#include "../vectors.h"
+
+#include <omp.h>
+#include <stdlib.h>
+
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #define DOTS_OF_BF16 1
@@ -31,15 +31,10 @@
 #define DOTS_OF_BF16 0
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
 enum { HEADS = 8, TILE = 4, BLOCK = 32, PARTS = 4, LINE = 64, SCALED = 128 /* values of FP8 with one scale */ };
 #define LEAST -1e30f /* below any score */
-
-typedef float lanes __attribute__((vector_size(4 * LANES), may_alias));
-typedef int32_t integers __attribute__((vector_size(4 * LANES), may_alias));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES), may_alias));
 
 typedef struct {
     const char *query, *rows;
@@ -59,37 +54,20 @@ typedef struct {
 /* The running softmax of one part: powers of 2 relative to `maximum`, their sum, and the weighted values. */
 typedef struct {
     float maximum[16]; /* of HEADS heads; the rest aligns what follows */
-    lanes sum[HEADS], values[];
+    Floats sum[HEADS], values[];
 } Part;
 
-INLINE lanes larger(lanes a, lanes b) { /* NaN where a is NaN */
-    integers less = a < b;
-    return (lanes)((less & (integers)b) | (~less & (integers)a));
-}
-
-/* 2^x for x <= 0, to 1e-7 relative: the polynomial interpolates 2^r at the Chebyshev nodes of [-1/2, 1/2]. */
-INLINE lanes power_of_2(lanes x) {
-    x = larger(x, (lanes){} - 126.0f);
-    integers whole = __builtin_convertvector(x - 0.5f, integers); /* to nearest, as x is not positive */
-    lanes r = x - __builtin_convertvector(whole, lanes);
-    lanes y = r * 1.546144468e-4f + 1.340042818e-3f;
-    y = y * r + 9.618056679e-3f;
-    y = y * r + 5.550327227e-2f;
-    y = y * r + 2.402265092e-1f;
-    y = y * r + 6.931472067e-1f;
-    y = y * r + 1.0f;
-    return y * (lanes)((whole + 127) << 23);
-}
+INLINE Floats larger(Floats a, Floats b) { return choose(a < b, b, a); } /* NaN where a is NaN */
 
 /* Add the halves of v[i] and v[i + count] to one another, in turns of lanes, for each i. */
-INLINE void fold(lanes *v, int count) {
+INLINE void fold(Floats *v, int count) {
     UNROLL for (int i = 0; i < count; i++)
-        v[i] = __builtin_shuffle(v[i], v[i + count], (integers)LOW)
-             + __builtin_shuffle(v[i], v[i + count], (integers)HIGH);
+        v[i] = __builtin_shuffle(v[i], v[i + count], (Ints)LOW)
+             + __builtin_shuffle(v[i], v[i + count], (Ints)HIGH);
 }
 
 /* Lane i of the result is the sum of the lanes of v[i]; v is used up. */
-INLINE lanes sum_each(lanes *v) {
+INLINE Floats sum_each(Floats *v) {
     if (LANES >= 16) fold(v, 8);
     if (LANES >= 8) fold(v, 4);
     fold(v, 2);
@@ -98,7 +76,7 @@ INLINE lanes sum_each(lanes *v) {
 }
 
 /* Hold a vector in a register: tuned for some processors, GCC would load it again for every use. */
-INLINE lanes hold(lanes x) {
+INLINE Floats hold(Floats x) {
 #if defined(__x86_64__)
     __asm__("" : "+v"(x));
 #endif
@@ -106,64 +84,65 @@ INLINE lanes hold(lanes x) {
 }
 
 /* Add a * b, where a vector holds LANES floats or, for bf16, 2 * LANES of them in pairs. */
-INLINE lanes multiply_add(lanes sum, lanes a, lanes b, int bf16) {
+INLINE Floats multiply_add(Floats sum, Floats a, Floats b, int bf16) {
+    (void)bf16;
 #if DOTS_OF_BF16
-    if (bf16) return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    if (bf16) return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #endif
     return sum + a * b;
 }
 
 /* The first or second halves of two rows of bf16, as pairs of one column. */
-INLINE lanes interleave(lanes a, lanes b, int second) {
+INLINE Floats interleave(Floats a, Floats b, int second) {
 #if DOTS_OF_BF16
     typedef int16_t shorts __attribute__((vector_size(64)));
     const shorts first = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
                           8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    return (lanes)__builtin_shuffle((shorts)a, (shorts)b, first + (int16_t)(second ? 16 : 0));
+    return (Floats)__builtin_shuffle((shorts)a, (shorts)b, first + (int16_t)(second ? 16 : 0));
 #else
     return second ? b : a;
 #endif
 }
 
-INLINE integers round_to_bf16(lanes x) {
-    integers bits = (integers)x;
+INLINE Ints round_to_bf16(Floats x) {
+    Ints bits = (Ints)x;
     return (bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)0xffff0000;
 }
 
 /* The scores of TILE rows for TILE heads, whose own scores are BLOCK apart. */
-INLINE void score_tile(const lanes *query, const lanes *rows, Shape shape, float scale, float *scores,
+INLINE void score_tile(const Floats *query, const Floats *rows, Shape shape, float scale, float *scores,
                        int bf16) {
-    lanes sums[TILE * TILE] = {};
+    Floats sums[TILE * TILE] = {};
     for (long c = 0; c < shape.dots; c++) {
-        lanes row[TILE];
+        Floats row[TILE];
         UNROLL for (int r = 0; r < TILE; r++) row[r] = hold(rows[r * shape.stride + c]);
         UNROLL for (int h = 0; h < TILE; h++) {
-            const lanes part = hold(query[h * shape.dots + c]);
+            const Floats part = hold(query[h * shape.dots + c]);
             UNROLL for (int r = 0; r < TILE; r++)
                 sums[h * TILE + r] = multiply_add(sums[h * TILE + r], part, row[r], bf16);
         }
     }
     UNROLL for (int i = 0; i < TILE * TILE; i += LANES) {
-        lanes total = sum_each(sums + i) * scale;
+        Floats total = sum_each(sums + i) * scale;
         UNROLL for (int j = 0; j < LANES; j += TILE)
             memcpy(scores + (i + j) / TILE * BLOCK, (float *)&total + j, TILE * sizeof(float));
     }
 }
 
 /* Add weighted rows to a few vectors of the values of some heads. Weights of bf16 rows come in pairs. */
-INLINE void value_tile(const lanes *rows, Shape shape, const float *weights, const float *correction,
-                       lanes *values, int count, int heads, int columns, int bf16) {
-    lanes sums[16];
+INLINE void value_tile(const Floats *rows, Shape shape, const float *weights, const float *correction,
+                       Floats *values, int count, int heads, int columns, int bf16) {
+    Floats sums[16];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int c = 0; c < columns; c++)
             sums[h * columns + c] = values[h * shape.values + c] * correction[h];
     for (int r = 0; r < count; r += 1 + bf16) {
-        const lanes *row = rows + r * shape.stride;
-        lanes value[4];
+        const Floats *row = rows + r * shape.stride;
+        Floats value[4];
         UNROLL for (int c = 0; c < columns; c++)
             value[c] = hold(bf16 ? interleave(row[c / 2], row[c / 2 + shape.stride], c % 2) : row[c]);
         UNROLL for (int h = 0; h < heads; h++) {
-            lanes weight = (lanes){} + weights[(h * BLOCK + r) >> bf16];
+            Floats weight = (Floats){} + weights[(h * BLOCK + r) >> bf16];
             UNROLL for (int c = 0; c < columns; c++)
                 sums[h * columns + c] = multiply_add(sums[h * columns + c], value[c], weight, bf16);
         }
@@ -173,8 +152,8 @@ INLINE void value_tile(const lanes *rows, Shape shape, const float *weights, con
             values[h * shape.values + c] = sums[h * columns + c];
 }
 
-INLINE void add_values(const lanes *rows, Shape shape, const float *weights, const float *correction,
-                       lanes *values, int count, int heads, int bf16) {
+INLINE void add_values(const Floats *rows, Shape shape, const float *weights, const float *correction,
+                       Floats *values, int count, int heads, int bf16) {
     for (int h = 0; h < heads; h += TILE) {
         const float *tile_weights = weights + (h * BLOCK >> bf16);
         long c = 0;
@@ -190,19 +169,19 @@ INLINE void add_values(const lanes *rows, Shape shape, const float *weights, con
 /* Turn scores into weights relative to the new maximum, and find what earlier sums must be multiplied by. */
 INLINE void soften(float *scores, Part *part, float *correction, int count, int heads, int bf16) {
     for (int h = 0; h < heads; h++) {
-        lanes *row = (lanes *)(scores + h * BLOCK), largest = (lanes){} + part->maximum[h], total = {};
+        Floats *row = (Floats *)(scores + h * BLOCK), largest = (Floats){} + part->maximum[h], total = {};
         for (int r = count; r < BLOCK; r++) scores[h * BLOCK + r] = LEAST;
         UNROLL for (int i = 0; i < BLOCK / LANES; i++) largest = larger(row[i], largest);
         UNROLL for (int width = LANES; width > 1; width /= 2)
-            largest = larger(__builtin_shuffle(largest, largest, (integers)LOW),
-                             __builtin_shuffle(largest, largest, (integers)HIGH));
-        correction[h] = power_of_2((lanes){} + part->maximum[h] - largest)[0];
+            largest = larger(__builtin_shuffle(largest, largest, (Ints)LOW),
+                             __builtin_shuffle(largest, largest, (Ints)HIGH));
+        correction[h] = power_of_2((Floats){} + part->maximum[h] - largest)[0];
         part->maximum[h] = largest[0];
         UNROLL for (int i = 0; i < BLOCK / LANES; i++) {
-            lanes weight = power_of_2(row[i] - largest);
+            Floats weight = power_of_2(row[i] - largest);
             if (bf16) {
-                weight = (lanes)round_to_bf16(weight);
-                halves packed = __builtin_convertvector((integers)weight >> 16, halves);
+                weight = (Floats)round_to_bf16(weight);
+                Halves packed = __builtin_convertvector((Ints)weight >> 16, Halves);
                 memcpy((uint16_t *)scores + h * BLOCK + i * LANES, &packed, sizeof packed);
             } else {
                 row[i] = weight;
@@ -215,7 +194,7 @@ INLINE void soften(float *scores, Part *part, float *correction, int count, int 
 
 /* As memcpy, whose calls, or string instructions, take long to start for so few bytes. */
 INLINE void copy(char *to, const char *from, long bytes) {
-    const long step = sizeof(lanes);
+    const long step = sizeof(Floats);
     if (bytes < step) {
         memcpy(to, from, bytes);
         return;
@@ -225,25 +204,11 @@ INLINE void copy(char *to, const char *from, long bytes) {
 }
 
 /* Bring `width` numbers to scratch memory: as they are, or as floats where bf16 has no dot product. */
-INLINE void fetch(lanes *to, const char *from, long width, int is_bf16, int bf16) {
+INLINE void fetch(Floats *to, const char *from, long width, int is_bf16, int bf16) {
     if (is_bf16 && !bf16)
         for (long i = 0; i < width; i++) ((uint32_t *)to)[i] = (uint32_t)((const uint16_t *)from)[i] << 16;
     else
         copy((char *)to, from, width * (is_bf16 ? 2 : 4));
-}
-
-typedef union {
-    uint32_t bits;
-    float value;
-} Number;
-
-/* e4m3 to fp32, exactly and without subnormal floats, which a process may flush to zero. */
-INLINE float widen_e4m3(uint8_t byte) {
-    const uint32_t size = byte & 0x7f, tiny = size < 8;
-    Number number = {(size << 20) + ((tiny ? 121u : 120u) << 23)};
-    number.value -= tiny ? 0x1p-6f : 0.0f; /* 2^-6 (1 + m/8) - 2^-6 */
-    number.bits |= (size == 0x7f ? 0x7fc00000u : 0) | (byte & 0x80u) << 24;
-    return number.value;
 }
 
 /* Bring an FP8 row to scratch memory: `rank` e4m3 values, their scales, and `rope` numbers in bf16. */
@@ -253,7 +218,13 @@ INLINE void fetch_fp8(float *to, const char *from, long rank, long rope) {
         float scale;
         memcpy(&scale, scales, sizeof scale);
         const long count = rank - first < SCALED ? rank - first : SCALED;
-        for (long i = 0; i < count; i++) to[first + i] = widen_e4m3(from[first + i]) * scale;
+        uint32_t bytes[SCALED] __attribute__((aligned(64)));
+        for (long i = 0; i < count; i++) bytes[i] = (uint8_t)from[first + i];
+        for (long i = 0; i < count; i += LANES) {
+            const Floats values = widen_e4m3(*(const Words *)(bytes + i)) * scale;
+            if (count - i >= LANES) memcpy(to + first + i, &values, sizeof values);
+            else memcpy(to + first + i, &values, (count - i) * sizeof *to);
+        }
     }
     for (long i = 0; i < rope; i++) {
         uint16_t half;
@@ -275,35 +246,36 @@ static Span slots_of_part(const Call *call, long token, long part) {
 }
 
 /* Attend from up to HEADS heads of a token to the rows of one part. Returns 1 if a row number is wrong. */
-INLINE int attend(const Call *call, Shape shape, long token, long head, Span span, Part *part, lanes *scratch,
+INLINE int attend(const Call *call, Shape shape, long token, long head, Span span, Part *part, Floats *scratch,
                   int bf16) {
     const long query_bytes = call->width * (call->is_bf16 ? 2 : 4), row_bytes = call->row_bytes;
     const int64_t *selected = call->selected + token * call->slots;
     const int used = call->heads - head < HEADS ? call->heads - head : HEADS;
     const int heads = (used + TILE - 1) / TILE * TILE;
-    lanes *query = scratch, *rows = scratch + HEADS * shape.dots;
+    Floats *query = scratch, *rows = scratch + HEADS * shape.dots;
     float scores[HEADS * BLOCK] __attribute__((aligned(64))), correction[HEADS];
     int wrong = 0;
 
     for (int h = 0; h < used; h++)
         fetch(query + h * shape.dots, call->query + (token * call->heads + head + h) * query_bytes, call->width,
               call->is_bf16, bf16);
-    for (int h = used; h < heads; h++) memset(query + h * shape.dots, 0, shape.dots * sizeof(lanes));
-    for (int h = 0; h < HEADS; h++) part->maximum[h] = LEAST, part->sum[h] = (lanes){};
-    memset(part->values, 0, HEADS * shape.values * sizeof(lanes));
+    for (int h = used; h < heads; h++) memset(query + h * shape.dots, 0, shape.dots * sizeof(Floats));
+    for (int h = 0; h < HEADS; h++) part->maximum[h] = LEAST, part->sum[h] = (Floats){};
+    memset(part->values, 0, HEADS * shape.values * sizeof(Floats));
 
     for (long start = span.first; start < span.last; start += BLOCK) {
         const int count = span.last - start < BLOCK ? span.last - start : BLOCK;
         const int padded = (count + TILE - 1) / TILE * TILE;
         for (int r = 0; r < padded; r++) {
             const uint64_t number = r < count ? (uint64_t)selected[start + r] : 0;
-            lanes *row = rows + r * shape.stride;
+            Floats *row = rows + r * shape.stride;
             if (r < count && number < (uint64_t)call->row_count && call->is_fp8) {
-                fetch_fp8((float *)row, call->rows + number * row_bytes, call->value_width, call->width - call->value_width);
+                fetch_fp8((float *)row, call->rows + number * row_bytes, call->value_width,
+                          call->width - call->value_width);
             } else if (r < count && number < (uint64_t)call->row_count) {
                 fetch(row, call->rows + number * row_bytes, call->width, call->is_bf16, bf16);
             } else {
-                memset(row, 0, shape.stride * sizeof(lanes));
+                memset(row, 0, shape.stride * sizeof(Floats));
                 wrong |= r < count;
             }
         }
@@ -324,9 +296,9 @@ INLINE int attend(const Call *call, Shape shape, long token, long head, Span spa
 /* Combine the parts of a token's heads and write them, in the dtype of the query; zeros if all are empty. */
 static void merge(const Call *call, Shape shape, long token, long head, const Part *const parts[PARTS]) {
     for (long h = 0; h < HEADS && head + h < call->heads; h++) {
-        lanes maximum = (lanes){} + LEAST, sums = {}, weights[PARTS];
+        Floats maximum = (Floats){} + LEAST, sums = {}, weights[PARTS];
         float sum = 0;
-        for (int p = 0; p < PARTS; p++) maximum = larger((lanes){} + parts[p]->maximum[h], maximum);
+        for (int p = 0; p < PARTS; p++) maximum = larger((Floats){} + parts[p]->maximum[h], maximum);
         for (int p = 0; p < PARTS; p++) {
             weights[p] = power_of_2(parts[p]->maximum[h] - maximum);
             sums += weights[p] * parts[p]->sum[h];
@@ -335,12 +307,12 @@ static void merge(const Call *call, Shape shape, long token, long head, const Pa
         if (sum == 0) sum = 1;
         const long offset = (token * call->heads + head + h) * call->value_width;
         for (long c = 0; c * LANES < call->value_width; c++) {
-            lanes value = {};
+            Floats value = {};
             for (int p = 0; p < PARTS; p++) value += weights[p] * parts[p]->values[h * shape.values + c];
             value /= sum;
             const long left = call->value_width - c * LANES, size = left < LANES ? left : LANES;
             if (call->is_bf16) {
-                halves packed = __builtin_convertvector(round_to_bf16(value) >> 16, halves);
+                Halves packed = __builtin_convertvector(round_to_bf16(value) >> 16, Halves);
                 memcpy(call->output + (offset + c * LANES) * 2, &packed, size * 2);
             } else {
                 memcpy(call->output + (offset + c * LANES) * 4, &value, size * 4);
@@ -359,9 +331,9 @@ int sparse_mla(const Call *call) {
 
     /* Of many tokens a thread does all parts; of few it does one, and the parts are merged later. */
     const long items = call->tokens * groups, few = items < 4 * call->threads, pieces = few ? PARTS : 1;
-    const long part_bytes = (sizeof(Part) + HEADS * shape.values * sizeof(lanes) + LINE - 1) / LINE * LINE;
+    const long part_bytes = (sizeof(Part) + HEADS * shape.values * sizeof(Floats) + LINE - 1) / LINE * LINE;
     const long scratch_bytes =
-        ((HEADS * shape.dots + BLOCK * shape.stride) * sizeof(lanes) + LINE - 1) / LINE * LINE;
+        ((HEADS * shape.dots + BLOCK * shape.stride) * sizeof(Floats) + LINE - 1) / LINE * LINE;
     const long all_scratch = call->threads * scratch_bytes;
     char *memory = aligned_alloc(LINE, all_scratch + (few ? items : call->threads) * PARTS * part_bytes);
     if (!memory) return 1;
@@ -371,7 +343,7 @@ int sparse_mla(const Call *call) {
 #pragma omp parallel num_threads(call->threads) reduction(| : wrong)
     {
         const long thread = omp_get_thread_num();
-        lanes *scratch = (lanes *)(memory + thread * scratch_bytes);
+        Floats *scratch = (Floats *)(memory + thread * scratch_bytes);
         Part *parts[PARTS];
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < items * pieces; task++) {

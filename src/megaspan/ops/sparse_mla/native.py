@@ -37,9 +37,10 @@ def _function() -> Callable[..., int] | None:
 
 
 def supports(query: Tensor, rows: Tensor) -> bool:
-    """Whether these operands, without gradients, can go through the compiled version here."""
+    """Whether these operands can go through the compiled version here, which has no gradients."""
     return (
-        query.device.type == "cpu"
+        not (torch.is_grad_enabled() and (query.requires_grad or rows.requires_grad))
+        and query.device.type == "cpu"
         and rows.device.type == "cpu"
         and rows.dtype in (query.dtype, torch.uint8)
         and query.dtype in (torch.float32, torch.bfloat16)

@@ -25,7 +25,7 @@ export class Chat {
     });
     part("regenerate").addEventListener("click", () => this.regenerate());
     part("clear").addEventListener("click", () => this.clear());
-    this.draft.addEventListener("input", () => this.measure());
+    this.draft.addEventListener("input", () => this.generation.running || this.measure());
     this.draft.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
@@ -52,6 +52,7 @@ export class Chat {
     if (last === this.turns.length - 1 || this.unanswered().length) {
       for (const { element: shown } of this.turns.splice(last)) shown.remove();
     }
+    this.measure();
     await this.#reply();
   }
 
@@ -83,6 +84,7 @@ export class Chat {
 
   async #reply() {
     const turns = this.turns;
+    for (const offer of this.list.querySelectorAll(".offer")) offer.remove();
     const reply = new Reply(this.list);
     this.list.setAttribute("aria-busy", "true");
     this.atEnd = true;
@@ -94,6 +96,7 @@ export class Chat {
       this.report(null);
       const running = this.generation.run("v1/chat/completions", body, (choice) => {
         const shown = reply.take(choice);
+        if (shown) this.meter.grow();
         this.#follow();
         return shown;
       });
@@ -103,6 +106,12 @@ export class Chat {
       this.report(error);
     }
     reply.finish(outcome ? outcome.note : "failed");
+    if (reply.onlyReasoned && ["length", "stop"].includes(outcome?.finish)) {
+      reply.offer("Answer without reasoning", () => {
+        this.settings.reasoningEffort = "none";
+        this.regenerate();
+      });
+    }
     this.list.removeAttribute("aria-busy");
     const cleared = turns !== this.turns;
     if (cleared || (reply.empty && !outcome?.usage)) reply.element.remove();

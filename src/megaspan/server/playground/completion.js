@@ -80,6 +80,7 @@ export class Completion {
     const page = part("shadow").closest(".page");
     const following = page.scrollHeight - page.scrollTop - page.clientHeight < 120;
     this.marked.appendData(text);
+    if (text) this.meter.grow();
     this.text.value += text;
     if (following) requestAnimationFrame(() => (page.scrollTop = page.scrollHeight));
     return text !== "";

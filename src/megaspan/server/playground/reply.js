@@ -30,12 +30,21 @@ export class Reply {
   finish(note) {
     this.element.classList.remove("waiting");
     this.fenced?.finish();
-    this.#foldReasoning();
+    this.#endReasoning(this.onlyReasoned);
     if (note) this.element.appendChild(element("p", "note quiet", note));
   }
 
+  /** A button below the reply, for what might be done about it. */
+  offer(label, action) {
+    this.element.appendChild(element("button", "offer", label)).addEventListener("click", action);
+  }
+
   get empty() {
-    return !this.content && !this.reasoning && !this.calls.length;
+    return !this.reasoning && !this.content && !this.calls.length;
+  }
+
+  get onlyReasoned() {
+    return !this.empty && !this.content && !this.calls.length;
   }
 
   /** A call that was cut off before its arguments were whole is left out. */
@@ -65,23 +74,23 @@ export class Reply {
     this.reasoningPart.written.appendData(text);
   }
 
-  #foldReasoning() {
-    if (!this.reasoningPart || this.reasoningPart.folded) return;
+  #endReasoning(open = false) {
+    if (!this.reasoningPart || this.reasoningPart.ended) return;
     const { part, summary, began } = this.reasoningPart;
     summary.textContent = `Reasoning · ${duration((performance.now() - began) / 1000)}`;
-    part.open = false;
-    this.reasoningPart.folded = true; // once: whoever opens it again keeps it open
+    part.open = open;
+    this.reasoningPart.ended = true; // once: whoever opens it again keeps it open
   }
 
   #write(text) {
-    this.#foldReasoning();
+    this.#endReasoning();
     this.content += text;
     this.fenced ??= new FencedText(this.element);
     this.fenced.append(text);
   }
 
   #call(delta) {
-    this.#foldReasoning();
+    this.#endReasoning();
     const { name, arguments: fragment = "" } = delta.function ?? {};
     let call = this.calls[delta.index];
     if (!call) {

@@ -20,6 +20,11 @@ export class Settings {
     return this.#text("system");
   }
 
+  set reasoningEffort(effort) {
+    this.form.elements.reasoning_effort.value = effort;
+    this.#keep();
+  }
+
   /** Fields that both modes send. Empty ones are left to the server. */
   sampling() {
     const fields = {};
