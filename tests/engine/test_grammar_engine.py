@@ -134,3 +134,13 @@ def test_where_a_grammar_leads_nowhere_is_told_from_logits_that_are_not_finite(e
         with torch.no_grad():
             weight.copy_(kept)
     assert (last.error, last.error_kind) == ("the model's logits are not finite", "internal")
+
+
+def test_closing_an_engine_ends_the_process_that_tried_its_grammars(model):
+    engine = make_engine(model, TOKENIZER, pages=200)
+    engine.submit(prompt(8), params(Grammar("regex", "a{3}")))
+    child = engine._intake._compiler()._trial._process
+    assert child is not None
+    assert child.poll() is None
+    engine.close()
+    assert child.poll() is not None

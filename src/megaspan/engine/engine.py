@@ -260,6 +260,7 @@ class Engine:
             assert idle, "an idle engine holds slots or leases"
 
     def close(self) -> None:
-        """Stop the threads. Requests that are still there are dropped."""
+        """Stop the threads and processes. Requests that are still there are dropped."""
+        self._intake.close()
         self.runner.close()
         self.memory.close()

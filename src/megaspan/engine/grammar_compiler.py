@@ -48,6 +48,11 @@ class GrammarCompiler:
         named = self.vocabulary.named_in(grammar)
         return GrammarState(matcher.deep_copy(), self.vocabulary, named, grammar.begins_after)
 
+    def close(self) -> None:
+        """End the process that tries grammars, when it has done with those on their way."""
+        with self._compiling:
+            self._trial.close()
+
     def _kept(self, grammar: Grammar) -> LLMatcher | None:
         key = grammar.kind, grammar.text
         with self._keeping:

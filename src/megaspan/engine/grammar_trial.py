@@ -32,7 +32,7 @@ STACK = 1 << 20  # bytes: the threads of a server have at least twice as much
 
 
 class GrammarTrial:
-    """Tries grammars, one at a time. The process starts with the first and ends with this one.
+    """Tries grammars, one at a time. The process starts with the first and ends with `close`.
 
     vocab_size: of the tokens that a grammar may name, as `<[7]>`.
     """
@@ -55,9 +55,14 @@ class GrammarTrial:
             )
         if answer := _ask(self._process, json.dumps(source)):
             return json.loads(answer)
-        self._process.communicate()
-        self._process = None
+        self.close()
         return f"it takes more than {SECONDS} seconds or {MEMORY >> 20} MiB, or nests too deep: simplify it"
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
 
 
 def _ask(process: subprocess.Popen[str], line: str) -> str:

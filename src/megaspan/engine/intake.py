@@ -51,6 +51,10 @@ class Intake:
             request.stops = StopStrings(self._required_tokenizer("stop strings"), params.stop)
         return request
 
+    def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
+
     def _compiler(self) -> "GrammarCompiler":
         from megaspan.engine.grammar_compiler import GrammarCompiler  # its library is needed for nothing else
 
