@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from megaspan.engine.request import State
 from megaspan.engine.scheduler import LOOK_AHEAD
 from tests.engine.engines import GREEDY, assert_solo, drain, fix_costs, prompt, tokens_of
@@ -50,3 +52,27 @@ def test_who_lacked_room_is_tried_again_when_others_have_computed_its_prefix(mod
     engine.step()
     assert second.state is not State.waiting
     assert_solo(model, conversation + prompt(9, 2), GREEDY, drain(engine)["second turn"])
+
+
+@pytest.mark.parametrize("change", ["flush", "weights"])
+def test_nobody_waits_for_a_prefix_that_will_not_be_shared(make, change):
+    """After a flush, or a change of weights, what a reader computes is its own."""
+    engine = make(pages=600)
+    fix_costs(engine, SLOW)
+    engine.submit(prompt(800), GREEDY, "reader")
+    engine.step()
+    engine.submit(prompt(800), GREEDY, "behind")
+    engine.step()
+    behind = engine.requests["behind"]
+    assert behind.state is State.waiting
+    if change == "flush":
+        engine.flush_cache()
+    else:
+        engine.set_weights_version("1")
+    engine.submit(prompt(800), GREEDY, "after")
+    engine.step()
+    assert behind.state is State.reading
+    assert engine.requests["after"].behind == (behind, 796)
+    for name in ("reader", "behind", "after"):
+        engine.abort(name)
+    drain(engine)

@@ -1,6 +1,8 @@
 """Compiling grammars: what is refused, what is kept, and that none can take the server with it."""
 
 import json
+import signal
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -205,3 +207,44 @@ def test_threads_may_compile_while_others_mask():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_process_that_was_killed_is_not_the_next_grammars_fault():
+    trial = GrammarTrial(TOKENIZER.vocab_size)
+    ask = grammar_trial._ask
+
+    def killed(process, line):
+        process.kill()
+        process.wait()
+        return ask(process, line)
+
+    try:
+        assert trial(source(Grammar("regex", "ab"))) == ""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grammar_trial, "_ask", lambda *arguments: patch.undo() or killed(*arguments))
+            assert trial(source(Grammar("regex", "c+"))) == ""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grammar_trial, "_ask", killed)
+            with pytest.raises(Overloaded):
+                trial(source(Grammar("regex", "c+")))
+    finally:
+        trial.close()
+
+
+def test_a_process_that_is_stopped_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(grammar_trial, "LONGEST_ANSWER", 0.2)
+    trial = GrammarTrial(TOKENIZER.vocab_size)
+    trial._process = trial._start()
+    trial._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(trial, "_start", lambda: pytest.fail("one is enough"))
+    with pytest.raises(pytest.fail.Exception):
+        trial(source(Grammar("regex", "ab")))
+
+
+def test_without_a_process_for_it_a_grammar_is_put_off(monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(Overloaded, match="Too many open files"):
+        GrammarTrial(TOKENIZER.vocab_size)(source(Grammar("regex", "ab")))

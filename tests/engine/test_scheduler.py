@@ -179,3 +179,15 @@ def test_more_requests_than_seats_are_served_in_order(make):
         ended |= {output.request_id: step for output in engine.step() if output.finish_reason}
     steps = [ended[name] for name in names]
     assert steps == sorted(steps)
+
+
+def test_short_prompts_do_not_use_up_the_tokens_of_a_step(make):
+    """P59: where tokens are cheap it is not the time that is shared out, but the longest chunk."""
+    engine = make(pages=256, max_chunk=64)
+    fix_costs(engine, 1e-6)
+    engine.submit(prompt(900, 1), GREEDY, "long")
+    for number in range(40):
+        engine.submit(prompt(64, 100 + number), replace(GREEDY, max_tokens=1), f"short-{number}")
+        engine.step()
+    assert engine.requests.get("long") is None or engine.requests["long"].generated
+    drain(engine)

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from megaspan.errors import UserError
 from tests.engine.engines import GREEDY, assert_idle, assert_solo, debug_model, drain, make_engine, prompt
 
 STAGES = {
@@ -88,3 +89,20 @@ def test_logits_that_are_not_finite_are_the_engines_fault(engine):
     (last,) = drain(engine)["one"]
     assert (last.error, last.error_kind) == ("the model's logits are not finite", "internal")
     assert (last.token_ids, last.completion_tokens) == ((), 0)
+
+
+def test_a_prepared_request_is_queued_once(engine):
+    request = engine.prepare(prompt(10), GREEDY, "one")
+    engine.enqueue(request)
+    with pytest.raises(UserError, match="running already"):
+        engine.enqueue(request)
+    assert len(drain(engine)["one"]) == GREEDY.max_tokens
+    with pytest.raises(UserError):
+        engine.enqueue(request)
+    assert not engine.has_work
+
+
+def test_closing_waits_for_the_forward_thread():
+    engine = make_engine(debug_model())
+    engine.close()
+    assert not engine.runner._thread.is_alive()

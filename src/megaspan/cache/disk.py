@@ -181,6 +181,7 @@ class DiskTier:
     def _write_file(self, path: Path, *parts: bytes | memoryview) -> None:
         # No fsync: after a power cut the checksum tells, and a page lost is a page computed again.
         temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
+        path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
         try:
             with open(temporary, "wb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # tells whoever opens the folder that its writer lives

@@ -8,14 +8,21 @@ from megaspan.cache.prefix_cache import Lease, PrefixCache
 from megaspan.engine.request import Request, State
 
 
-def waits_for_others(request: Request) -> bool:
-    """Whether its prefix is still being computed, or brought up, for another request."""
+def waits_for_others(request: Request, weights_version: str) -> bool:
+    """Whether its prefix is still being computed, or brought up, for another request that will share it."""
     if request.behind is not None:
         reader, tokens = request.behind
-        if reader.state in (State.loading, State.reading) and reader.computed < tokens:
+        if _shares(reader, weights_version) and reader.computed < tokens:
             return True
         request.behind = None
     return any(node.pending for node in request.awaited)
+
+
+def _shares(reader: Request, weights_version: str) -> bool:
+    """Whether what it reads will be there for requests of that version; after a flush or change it is not."""
+    is_reading = reader.state in (State.loading, State.reading)
+    is_private = reader.lease is None or reader.lease.private
+    return is_reading and not is_private and reader.weights_version == weights_version
 
 
 def open_lease(prefixes: PrefixCache, request: Request, readers: Sequence[Request]) -> Lease | None:
@@ -38,7 +45,7 @@ def _reader_ahead(
     """Who computes more of this request's prefix than the `ready` tokens it has, and how much."""
     best = None
     for reader in readers:
-        if reader.weights_version != request.weights_version:
+        if not _shares(reader, request.weights_version):
             continue
         length = min((len(ids) - 1) // page_size * page_size, len(reader.tokens))
         differ = ids[:length] != np.frombuffer(reader.tokens, dtype=np.int32, count=length)

@@ -84,10 +84,11 @@ class Engine:
         return self._intake.prepare(prompt, params or SamplingParams(), request_id)
 
     def enqueue(self, request: Request) -> None:
-        """Queue a prepared request. Overloaded when too many are queued, UserError for an id that runs."""
+        """Queue a prepared request, once. Overloaded when too many are, UserError for an id that runs."""
         if len(self.requests) >= self.config.max_waiting + self.config.max_running:
             raise Overloaded(f"{len(self.requests)} requests are running or waiting: try again later")
-        if self.requests.setdefault(request.id, request) is not request:
+        is_new = request.state is State.waiting and request.id not in self.requests
+        if not is_new or self.requests.setdefault(request.id, request) is not request:
             raise UserError(f"a request {request.id!r} is running already: choose another id")
         self._arrivals.append(request)
 

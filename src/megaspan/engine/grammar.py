@@ -40,6 +40,7 @@ class GrammarState:
         )
         self._begins_after = begins_after
         self._begun = begins_after is None
+        self._moved = False  # it has taken a token: before that another thread may have the matcher
         self._ended = False  # the last accepted token ended the sequence
         self._words = torch.empty_like(vocabulary.text_words)  # the mask, where it is worked out
         self._mask: Future[float] | None = None  # of the next token
@@ -50,7 +51,7 @@ class GrammarState:
     @property
     def finished(self) -> bool:
         """Whether the text is complete and only the end can follow, or has followed."""
-        return self._ended or (self._begun and self._matcher.is_stopped() and self._matcher.is_accepting())
+        return self._ended or (self._moved and self._matcher.is_stopped() and self._matcher.is_accepting())
 
     def begin_mask(self, executor: Executor) -> None:
         """Have the next mask worked out by another thread: `mask` comes before anything else is asked."""
@@ -131,6 +132,7 @@ class GrammarState:
         began = time.thread_time()
         taken = self._matcher.try_consume_tokens([token_id]) == 1
         self._left -= time.thread_time() - began
+        self._moved = self._moved or taken
         return taken
 
 

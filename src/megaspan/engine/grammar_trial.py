@@ -10,12 +10,16 @@ import json
 import math
 import os
 import resource
+import select
+import signal
 import subprocess
 import sys
 import threading
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance._tokenizer import TokenizerWrapper
+
+from megaspan.errors import Overloaded
 
 # Of schemas with a thousand optional properties or hundreds of branches. What is ambiguous costs far more
 # time for as many items: that is limited where it is spent, see `GrammarState`.
@@ -27,6 +31,8 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 SECONDS = 3  # of processor time
+LONGEST_ANSWER = 20.0  # seconds on the clock, on a busy machine
+CLOSING_SECONDS = 1.0
 MEMORY = 512 << 20  # bytes, of which the process takes 30 MiB for itself
 STACK = 1 << 20  # bytes: the threads of a server have at least twice as much
 
@@ -42,27 +48,49 @@ class GrammarTrial:
         self._process: subprocess.Popen[str] | None = None
 
     def __call__(self, source: str) -> str:
-        """What is wrong with the grammar, or nothing. source: as llguidance reads it."""
-        if self._process is None or self._process.poll() is not None:
-            # -P: the script's folder is a package's, whose modules are not to be found by their bare names.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(self.vocab_size)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for the server
-            )
-        if answer := _ask(self._process, json.dumps(source)):
-            return json.loads(answer)
-        self.close()
+        """What is wrong with the grammar, or nothing. source: as llguidance reads it.
+
+        Overloaded where the system gives no process, or kills it.
+        """
+        for _ in range(2):  # the first may find a process that was killed since the last grammar
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._start()
+            if answer := _ask(self._process, json.dumps(source)):
+                return json.loads(answer)
+            if self.close() not in (-signal.SIGKILL, -signal.SIGTERM):  # its own limits end it otherwise
+                break
+        else:
+            raise Overloaded("the process that tries grammars was killed: try again later")
         return f"it takes more than {SECONDS} seconds or {MEMORY >> 20} MiB, or nests too deep: simplify it"
 
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+    def _start(self) -> subprocess.Popen[str]:
+        # -P: the script's folder is a package's, whose modules are not to be found by their bare names.
+        command = [sys.executable, "-P", __file__, str(self.vocab_size)]
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        try:
+            # A session of its own: Ctrl-C is for the server.
+            return subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=nothing, text=True, start_new_session=True
+            )
+        except OSError as error:
+            raise Overloaded(f"no process can be had to try a grammar: {error}") from error
+
+    def close(self) -> int | None:
+        """End the process; returns how it ended, if there was one."""
+        if self._process is None:
+            return None
+        process, self._process = self._process, None
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # it ends at the end of its lines, or has ended
+        try:
+            process.wait(CLOSING_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        return process.returncode
 
 
 def _ask(process: subprocess.Popen[str], line: str) -> str:
@@ -72,9 +100,11 @@ def _ask(process: subprocess.Popen[str], line: str) -> str:
     try:
         process.stdin.write(line + "\n")
         process.stdin.flush()
-        return process.stdout.readline()
     except BrokenPipeError:
         return ""
+    if not select.select([process.stdout], [], [], LONGEST_ANSWER)[0]:
+        process.kill()  # it was stopped, or never had its turn
+    return process.stdout.readline()
 
 
 def verdict(source: str, tokenizer: LLTokenizer) -> str:

@@ -1,7 +1,7 @@
 """What one step does, and how its time is shared between the prompts that are being read.
 
-Half of the time goes to whoever is nearest to its first token, the rest to whoever has waited longest: a
-short question gets through while a long prompt is being read, and the long prompt gets read.
+Half of the time, and of the tokens, goes to whoever is nearest to its first token, the rest to whoever has
+waited longest: a short question gets through while a long prompt is being read, and that gets read.
 """
 
 from collections.abc import Sequence
@@ -54,11 +54,12 @@ def share_out(reading: Sequence[Request], seconds: float, cost: StepCost, most: 
     """
     shares: dict[Request, int] = {}
     nearest = sorted(reading, key=lambda request: (request.remaining, request.order))
-    for order, share in ((nearest, seconds / 2), (reading, None)):
-        time = share if share is not None else seconds - _time_of(shares, cost)
+    for order, part in ((nearest, 0.5), (reading, 1.0)):
+        time = part * seconds - _time_of(shares, cost)
+        left = int(part * most) - sum(shares.values())
         for place, request in enumerate(order):
             taken = shares.get(request, 0)
-            wanted = min(request.remaining - taken, most)
+            wanted = min(request.remaining - taken, left)
             fitting = cost.tokens_within(time, request.computed + taken)
             if place == 0 and not taken:
                 fitting = max(fitting, LEAST_CHUNK)
@@ -67,7 +68,7 @@ def share_out(reading: Sequence[Request], seconds: float, cost: StepCost, most: 
                 continue
             shares[request] = taken + count
             time -= cost.seconds(count, request.computed + taken)
-            most -= count
+            left -= count
     return shares
 
 

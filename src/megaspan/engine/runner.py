@@ -25,6 +25,7 @@ from megaspan.ops.threads import give_back_team
 if TYPE_CHECKING:
     from megaspan.engine.grammar import GrammarState
 
+CLOSING_SECONDS = 5.0  # for the step under way
 GRAMMAR_THREADS = 64  # at most; one whose grammar is slow holds up none but its own request
 
 
@@ -52,7 +53,8 @@ class Runner:
         self._pending = False
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "megaspan-grammar")
         give_back_team()  # of the thread that loaded the model: the forward thread needs the processors
-        threading.Thread(target=self._loop, name="megaspan-forward", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop, name="megaspan-forward", daemon=True)
+        self._thread.start()
 
     def build(self, plan: Plan, slots: Slots) -> Step:
         """The plan as a batch: decoding requests first, then the chunks."""
@@ -100,7 +102,9 @@ class Runner:
         self.finish()
 
     def close(self) -> None:
+        """End the threads: one that is in PyTorch's code when the interpreter ends aborts the process."""
         self._work.put(None)
+        self._thread.join(CLOSING_SECONDS)
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     def settle(self) -> None:

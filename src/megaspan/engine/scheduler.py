@@ -69,7 +69,8 @@ class Scheduler:
         self._begin_loaded()
         if not self.slots.free:
             return
-        ready = (request for request in list(self.waiting) if not waits_for_others(request))
+        version = self.weights_version
+        ready = (request for request in list(self.waiting) if not waits_for_others(request, version))
         for request in islice(ready, LOOK_AHEAD):
             if not self.slots.free or not self._try_to_seat(request):
                 return
