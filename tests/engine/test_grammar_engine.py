@@ -19,7 +19,6 @@ from tests.test_tokenizer import TOKENIZER
 
 CONFIG = DEBUG.replace(vocab_size=TOKENIZER.vocab_size, eos_token_id=(END,))
 LETTER = TOKENIZER.encode("a")[0]
-accept = GrammarState.accept
 
 
 @pytest.fixture(scope="module")
@@ -149,20 +148,24 @@ def test_closing_an_engine_ends_the_process_that_tried_its_grammars(model):
 
 def test_a_grammar_that_begins_at_once_does_not_meet_its_own_mask(engine, monkeypatch):
     """The thread that works out the first mask may still have the grammar when its first token comes."""
-    work_out, release = GrammarState._work_out, Event()
+    work_out, accept = GrammarState._work_out, GrammarState.accept
+    drawn, taken = Event(), Event()
 
     def slow(state):
-        release.wait(BOUND)
-        with_it = state._matcher
-        state._matcher = None  # as if another thread had it
-        try:
-            time.sleep(0.05)
-        finally:
-            state._matcher = with_it
+        drawn.wait(BOUND)
+        with_it, state._matcher = state._matcher, None  # it cannot be asked anything
+        taken.set()
+        time.sleep(0.05)
+        state._matcher = with_it
         return work_out(state)
 
+    def meanwhile(state, token):
+        drawn.set()
+        taken.wait(BOUND)
+        return accept(state, token)
+
     monkeypatch.setattr(GrammarState, "_work_out", slow)
-    monkeypatch.setattr(GrammarState, "accept", lambda state, token: release.set() or accept(state, token))
+    monkeypatch.setattr(GrammarState, "accept", meanwhile)
     begin = params(Grammar("regex", "a{3}", LETTER), logit_bias={LETTER: 100.0}, temperature=0.0)
     engine.submit(prompt(8), begin, "one")
     engine.submit(prompt(9), GREEDY, "two")
