@@ -256,7 +256,7 @@ def test_transformers_reads_what_we_write(name: str) -> None:
     check_against_transformers(ModelConfig.preset(name))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(configs())
 def test_transformers_reads_random_configs(config: ModelConfig) -> None:
     check_against_transformers(config)

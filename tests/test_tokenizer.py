@@ -61,7 +61,6 @@ def test_vocabulary_is_exact() -> None:
 
 
 @given(spelled)
-@settings(deadline=None)
 def test_text_round_trips_and_never_yields_special_ids(text: str) -> None:
     ids = TOKENIZER.encode(text)
     assert TOKENIZER.decode(ids) == text
@@ -70,7 +69,6 @@ def test_text_round_trips_and_never_yields_special_ids(text: str) -> None:
 
 
 @given(st.text(alphabet=" \t\r\n\x0b\u00a0\u2028ax(0", max_size=60))
-@settings(deadline=None)
 def test_white_space_round_trips(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
@@ -91,7 +89,6 @@ def test_code_is_cut_as_designed() -> None:
 
 
 @given(st.text(min_size=1, max_size=40))
-@settings(deadline=None)
 def test_stream_gives_whole_characters_only(text: str) -> None:
     single_bytes = {piece: number for number, piece in enumerate(TOKENIZER.token_bytes) if len(piece) == 1}
     stream = TOKENIZER.stream()
@@ -111,14 +108,13 @@ def test_stream_cut_inside_a_character() -> None:
 
 
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=30))
-@settings(deadline=None)
 def test_stream_equals_decode_for_any_ids(ids: list[int]) -> None:
     stream = TOKENIZER.stream()
     assert "".join(map(stream.push, ids)) + stream.finish() == TOKENIZER.decode(ids)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), spelled), max_size=5))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_messages_cannot_forge_special_tokens(turns: list[tuple[str, str]]) -> None:
     def specials(replace: bool) -> list[int]:
         messages = [{"role": role, "content": "x" if replace else content + "x"} for role, content in turns]

@@ -73,7 +73,7 @@ def test_flops_along_the_context(context: int, all_full: float, published: float
     assert result["flops_per_token"] / 1e12 == pytest.approx(published, abs=0.0011)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(configs(), st.integers(0, 20), st.integers(1, 20), st.sampled_from(["own", "all_full", "dense"]))
 def test_a_prefill_is_the_sum_of_its_tokens(config: ModelConfig, start: int, tokens: int, name: str) -> None:
     schedule = {"own": None, "all_full": Schedule.all_full(config), "dense": DENSE}[name]
@@ -146,14 +146,14 @@ def test_a_prefill_costs_what_a_counter_sees() -> None:
     assert sum(prefill_flops(config, 0, 20, logits=20).values()) == counted(config, 0, 20)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(configs(), st.integers(0, 12), st.integers(1, 6))
 def test_random_configs_cost_what_a_counter_sees(config: ModelConfig, past: int, tokens: int) -> None:
     flops = prefill_flops(config, past, past + tokens, logits=tokens)
     assert sum(flops.values()) == counted(config, past, tokens)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(configs(), st.booleans())
 def test_parameters_are_those_of_the_model(config: ModelConfig, tied: bool) -> None:
     config = config.replace(num_nextn_predict_layers=0, tie_word_embeddings=tied)
@@ -162,7 +162,7 @@ def test_parameters_are_those_of_the_model(config: ModelConfig, tied: bool) -> N
     assert memory.parameters(config) == sum(weight.numel() for weight in model.parameters()) + biases
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(configs(), st.sampled_from([16, 200]))
 def test_weights_are_those_of_the_files(config: ModelConfig, hidden: int) -> None:
     config = config.replace(hidden_size=hidden, moe_intermediate_size=192)
@@ -179,7 +179,7 @@ def test_weights_are_those_of_the_files(config: ModelConfig, hidden: int) -> Non
     assert {dtype: memory.weight_bytes(config, dtype) for dtype in memory.FORMATS} == sizes
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(configs(), st.integers(1, 9), st.sampled_from(["float32", "bfloat16"]))
 def test_cache_bytes_are_those_of_the_tensors(config: ModelConfig, tokens: int, index: memory.Format) -> None:
     capacity = 16
@@ -229,7 +229,7 @@ def test_impossible_plans_are_refused(wrong: dict[str, Any]) -> None:
         plan(ModelConfig.preset("debug"), **{"context": 100, **wrong})
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(configs(), st.integers(1, 1024), st.integers(1, 9))
 def test_any_config_has_a_plan(config: ModelConfig, context: int, gpus: int) -> None:
     result = plan(config, context, gpus)

@@ -84,7 +84,7 @@ def test_a_flipped_bit_anywhere_drops_the_page(tmp_path, offset):
     assert disk.read(key(1), TOKENS) == payload(1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_damage_at_all_drops_the_page(tmp_path_factory, data):
     """Bytes cut off, added or overwritten anywhere."""
@@ -119,7 +119,7 @@ def test_a_file_of_another_fingerprint_in_the_wrong_folder_is_dropped(tmp_path):
     assert name not in files(disk)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from("rw"), st.integers(0, 7)), max_size=40))
 def test_the_least_recently_used_pages_go(tmp_path_factory, steps):
     """Against a plain model: reads and writes in any order, 3 pages allowed."""

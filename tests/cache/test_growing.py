@@ -23,7 +23,7 @@ def take(cache, batch):
     cache.commit(batch)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.integers(0, 7), min_size=3, max_size=3), min_size=1, max_size=6),
     st.integers(0, 9),
@@ -99,7 +99,7 @@ def test_a_batch_of_more_sequences_is_refused():
         GrowingCache(DEBUG, sequences=2).table(Batch.of([[1], [2], [3]]))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(configs(), st.sampled_from(["float32", "bfloat16"]), st.integers(0, 9))
 def test_memory_is_what_the_plan_says(config, dtype, capacity):
     """P25: the same bytes per token as `megaspan plan`, which counts the draft layers' rows too."""

@@ -16,7 +16,7 @@ def tier(slots: int, **formats) -> HostTier:
     return HostTier(PagePools(DEBUG, pages=2, page_size=4, **formats).segments, slots)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=30))
 def test_the_ledger_closes(steps):
     """O8: whatever is taken and given, no slot is out twice and free + taken = total."""

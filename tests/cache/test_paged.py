@@ -18,7 +18,7 @@ from tests.model.models import one_shot, random_tokens, relative_error
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.permutations(range(24)), cuts(LENGTH))
 def test_order_of_physical_pages_changes_nothing(order, chunks):
     """P20: bit-equal to pages in order and to a growing cache, whatever the pages are and the chunks."""

@@ -55,7 +55,7 @@ def test_fp8_index_keys_select_nearly_what_exact_keys_select():
     assert 0.8 < kept < 1
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.permutations(range(24)), cuts(LENGTH))
 def test_order_of_physical_pages_changes_nothing_in_fp8(order, chunks):
     """P20, P45: packed rows of 52 and 20 bytes, as of 656 and 132, are found by the same row numbers."""

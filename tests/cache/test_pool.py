@@ -21,7 +21,7 @@ def test_bytes_per_token_at_real_size_are_the_plans_figure():
     assert pools.nbytes == 64 * 54_728
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     configs(),
     st.sampled_from(["float32", "bfloat16", "fp8"]),
@@ -91,7 +91,7 @@ def test_a_page_that_is_not_out_is_not_taken_back(wrong):
     assert pools.free_pages == 5
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=30))
 def test_no_page_is_in_two_hands(steps):
     """O8: every page is free or with exactly one owner, whatever is taken and given."""

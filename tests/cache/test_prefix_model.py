@@ -234,5 +234,5 @@ class TreeMachine(RuleBasedStateMachine):
         assert len(set(self.slots)) + self.tree.host_pages == 6
 
 
-TreeMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TreeMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestTree = TreeMachine.TestCase

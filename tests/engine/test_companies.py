@@ -23,7 +23,7 @@ COMPANIES = st.lists(
     max_size=5,
 )
 CHUNKS = st.sampled_from([5, 24, 1000])  # tokens that a step reads of prompts
-some_companies = settings(max_examples=10, deadline=None)
+some_companies = settings(max_examples=10)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["invariant", "default"])

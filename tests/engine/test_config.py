@@ -80,5 +80,5 @@ def test_a_page_takes_the_bytes_that_are_planned(rows):
     token = cache_bytes_per_token(model.config, rows, rows, mtp=False)
     assert engine.memory.pools.nbytes == 5 * 4 * token
     assert engine.memory.tiers is not None
-    assert engine.memory.tiers.host.nbytes == 3 * 4 * token
+    assert engine.memory.tiers.host.memory.nbytes == 3 * 4 * token
     engine.close()

@@ -46,7 +46,7 @@ WORKLOADS = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(WORKLOADS, st.sampled_from(["write_through", "write_back"]), st.booleans())
 def test_any_small_workload_gives_its_solo_runs(model, workload, policy, reuse):
     """16 pages for up to 7 requests of 12: prefixes are shared, evicted, restored, requests preempted."""

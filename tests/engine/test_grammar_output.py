@@ -87,7 +87,7 @@ def containers(inner):
     return objects | arrays | st.lists(inner, min_size=1, max_size=3).map(lambda some: {"anyOf": some})
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.recursive(scalars, containers, max_leaves=6), st.integers(0, 2**32))
 def test_what_a_random_schema_gives_is_valid(schema, seed):
     text = sampled_text(Grammar("json_schema", json.dumps(schema)), seed)

@@ -26,7 +26,7 @@ DEBUG = ModelConfig.preset("debug")
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 needs_native = pytest.mark.skipif(native._library() is None, reason="no compiler here")
-some_models = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+some_models = settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 
 
 def invariant_model(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Transformer:

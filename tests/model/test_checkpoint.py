@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "single"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     config=configs(), mtp=st.booleans(), tied=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -199,7 +199,7 @@ def foreign_indexers(config: ModelConfig) -> State:
     return {name: torch.full(expected_tensors(every)[name], torch.nan) for name in sorted(names)}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(config=configs(), foreign=st.booleans())
 def test_indexers_of_shared_layers_are_ignored_with_one_warning(config: ModelConfig, foreign: bool) -> None:
     state = random_state(config)

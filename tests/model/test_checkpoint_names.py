@@ -25,7 +25,7 @@ def test_glm_5_2_has_the_published_parameter_counts() -> None:
     assert sum(math.prod(shape) for shape in backbone.values()) == 743_377_019_904
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(config=configs(), mtp=st.booleans())
 def test_pieces_tile_the_memory(config: ModelConfig, mtp: bool) -> None:
     covered = {name: torch.zeros(shape) for name, shape in memory_tensors(config, mtp).items()}

@@ -91,7 +91,7 @@ def test_a_batch_of_prompts_equals_each_alone(pair):
         assert relative_error(ours, logits_of(oracle, sequence)) < 1e-4
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(configs(**COMPARABLE, n_routed_experts=6), st.integers(0, 3), st.integers(1, 20))
 def test_random_configs(config, seed, chunk):
     model = biased(config, seed)

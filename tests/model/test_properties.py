@@ -19,7 +19,7 @@ from tests.strategies import configs
 
 DEBUG = ModelConfig.preset("debug")
 LENGTH = 41  # five times debug's top-k
-some_models = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+some_models = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 

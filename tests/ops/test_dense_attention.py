@@ -31,7 +31,7 @@ def by_loops(query: Tensor, key: Tensor, value: Tensor, new: list[int], total: l
     return torch.stack(outputs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths, st.integers(1, 3), st.sampled_from([2, 4, 6]), st.integers(0, 9))
 def test_ragged_with_past_equals_loops(lengths, heads, value_width, seed):
     new, total = [n for n, _ in lengths], [n + past for n, past in lengths]

@@ -90,7 +90,7 @@ def test_rotation_is_neutral_for_gaussian_rows(seed):
     assert max(rotated, plain) < 0.05
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     count=st.integers(0, 40),
     width=st.sampled_from([1, 2, 8, 64, 128, 512]),
@@ -254,7 +254,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 @needs_native
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     count=st.sampled_from([0, 1, 3, 400]),
     width=st.sampled_from([1, 7, 32, 96, 128, 256]),

@@ -40,13 +40,13 @@ def cases(draw, whole: bool) -> Case:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(case=cases(whole=True))
 def test_equals_reference_where_sums_are_exact(select, case):
     assert torch.equal(select(case), case.reference())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(case=cases(whole=True))
 def test_fp8_keys_equal_reference_where_sums_are_exact(select, case):
     exact, packed = case.reference(), case.in_fp8()
@@ -54,7 +54,7 @@ def test_fp8_keys_equal_reference_where_sums_are_exact(select, case):
     assert torch.equal(select(packed), exact)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(case=cases(whole=False), fp8=st.booleans())
 def test_picks_the_best_up_to_rounding(select, case, fp8):
     case = case.in_fp8(rotate=True) if fp8 else case

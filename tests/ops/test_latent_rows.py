@@ -47,7 +47,7 @@ def plain_decoding(packed: list[int], latent_rank: int, rope_width: int) -> list
     return [value * scales[i // 128] for i, value in enumerate(values)] + rope
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     count=st.integers(0, 6),
     latent_rank=st.sampled_from([1, 7, 127, 128, 129, 200, 512]),
@@ -133,7 +133,7 @@ def test_what_is_not_finite_harms_no_other_value_but_by_saturating(encode):
 
 
 @needs_native
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     count=st.sampled_from([0, 1, 3, 700]),
     latent_rank=st.sampled_from([1, 7, 128, 129, 200]),

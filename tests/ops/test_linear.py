@@ -16,7 +16,7 @@ pytestmark = [
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 few_tokens = st.integers(1, 9)  # every tile and its edges
 widths = st.sampled_from([1, 2, 7, 8, 31, 33, 64, 129])
-some = settings(max_examples=40, deadline=None)
+some = settings(max_examples=40)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

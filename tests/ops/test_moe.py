@@ -84,7 +84,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(case=cases())
 def test_equals_the_plain_loop(version, case):
     assert_close(version(*case.operands), moe_reference(*case.operands))
@@ -99,7 +99,7 @@ def test_large_gates_saturate(version):
 
 @needs_native
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "one by one"])
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(case=cases(), data=st.data())
 def test_a_token_does_not_depend_on_the_others(compiled, case, data):
     """Bit for bit, in batch-invariant mode: any stretch of the tokens, so other groups at every expert."""
@@ -205,7 +205,7 @@ def test_dispatcher_takes_the_compiled_version_for_few_tokens(monkeypatch, token
     assert len(calls) == times
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     tokens=st.integers(0, 9),
     width=st.integers(1, 70),

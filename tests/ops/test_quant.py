@@ -35,7 +35,7 @@ def test_equals_the_reference_bit_by_bit(shape: tuple[int, int], dtype: torch.dt
         assert torch.equal(dequantized, reference.dequantize_blocks(expected, expected_scales, target))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.integers(1, 280), columns=st.integers(1, 280), seed=st.integers(0, 99),
     magnitude=st.sampled_from([1e-38, 1e-20, 1.0, 1e30]), uniform=st.booleans(),
@@ -53,7 +53,7 @@ def test_error_is_within_half_a_step(
     assert (error <= torch.maximum(weight.double().abs() / 16, each / 1024) * (1 + 1e-6) + 1e-44).all()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     rows=st.integers(1, 200), columns=st.integers(1, 200), seed=st.integers(0, 99),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

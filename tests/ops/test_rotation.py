@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(native._library() is None, reason="no compiler here"),
 ]
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
-some = settings(max_examples=30, deadline=None)
+some = settings(max_examples=30)
 CPU = torch.device("cpu")
 
 

@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.skipif(native._function() is None, reason="no compiler here"),
 ]
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
-some = settings(max_examples=30, deadline=None)
+some = settings(max_examples=30)
 
 
 def make_case(

@@ -23,7 +23,7 @@ def lookups(draw):
     return RowTable(starts, page_size), torch.tensor(ids, dtype=torch.long), positions
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lookups())
 def test_rows_equal_a_loop(lookup):
     table, sequence_ids, positions = lookup

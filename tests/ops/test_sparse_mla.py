@@ -112,7 +112,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(case=cases())
 def test_equals_the_plain_loop(version, case):
     assert_close(version(*case.operands), sparse_mla_reference(*case.operands))
@@ -126,7 +126,7 @@ def test_equals_the_plain_loop_in_the_shape_of_the_model(version, dtype):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(case=fp8_cases())
 def test_fp8_rows_equal_the_plain_loop(version, case):
     assert_close(version(*case.operands), sparse_mla_reference(*case.operands))

@@ -61,7 +61,7 @@ batches = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 150)), min_size=1
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(batch=batches, seed=st.integers(0, 99))
 def test_equals_the_plain_loop(batch, seed):
     case = Case([new for new, _ in batch], [new + past for new, past in batch], seed=seed)

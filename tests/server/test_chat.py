@@ -246,7 +246,7 @@ messages = st.lists(junk | st.fixed_dictionaries({"role": roles, "content": junk
 
 
 @given(messages, st.none() | st.lists(junk, max_size=2), junk, junk, junk)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_no_request_fails_otherwise(messages: list, tools: list | None, choice, arguments, form) -> None:
     """Whatever JSON comes: a prompt or a UserError, in OpenAI's form and in Anthropic's."""
     for make in (

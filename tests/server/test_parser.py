@@ -117,7 +117,7 @@ replies = st.lists(st.one_of(PIECES, st.text(max_size=5)), max_size=25).map("".j
 
 
 @given(replies, bursts, st.booleans(), st.booleans())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_any_reply_parses_alike_however_split(text: str, sizes: list[int], thinking: bool, sep: bool) -> None:
     """P68, for replies that no model should write: no error, and JSON exactly where a call is complete."""
     token_ids = ids(text)
@@ -130,7 +130,7 @@ def test_any_reply_parses_alike_however_split(text: str, sizes: list[int], think
 
 
 @given(replies, bursts)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_events_come_in_a_client_s_order(text: str, sizes: list[int]) -> None:
     open_call, begun = None, 0
     for event in parse(ids(text), sizes, thinking=True):
@@ -149,7 +149,7 @@ def test_events_come_in_a_client_s_order(text: str, sizes: list[int]) -> None:
 
 
 @given(st.text(max_size=60), bursts)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_text_round_trips_without_tools(text: str, sizes: list[int]) -> None:
     """P69: a parser of calls must not touch the text of a reply that can hold none."""
     text = "if a < b:" + text + "\n"
@@ -164,7 +164,7 @@ def test_tool_markers_mean_nothing_without_tools() -> None:
 
 
 @given(st.lists(st.sampled_from(SPECIALS), max_size=3), st.text(max_size=20))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_spelled_markers_are_text(markers: list[str], text: str) -> None:
     """A reply about the markers spells them in characters; only the special token counts."""
     text = "-" + "-".join([*markers, text]) + "-"
@@ -209,14 +209,14 @@ def test_a_burst_makes_few_events() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_vocabulary_without_markers_has_them_in_text(sizes: list[int]) -> None:
     token_ids = PLAIN.encode(REPLY.removesuffix("<|observation|>"))
     assert meaning(read(token_ids, sizes, tokenizer=PLAIN, thinking=True)) == MEANT
 
 
 @given(st.text(alphabet="<>/think toolcarg_key", max_size=40), bursts)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_without_markers_in_the_vocabulary_other_text_round_trips(text: str, sizes: list[int]) -> None:
     text = f"-{text}-".replace("think>", "think")
     assert read(PLAIN.encode(text), sizes, tokenizer=PLAIN, tools=()) == Message(content=text)

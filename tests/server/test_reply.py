@@ -78,7 +78,7 @@ def outputs(token_ids: list[int], stop: tuple[str, ...], sizes: list[int]) -> li
 @given(replies, stops, bursts)
 @example(spelled("a.b"), ("b", "a.b", ".b"), [1])
 @example([BYTES[bytes([byte])] for byte in "é".encode()[:1]], ("\ufffd",), [1])
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_text_is_what_comes_before_the_first_stop_string(token_ids, stop, sizes):
     """P68: whatever the tokens, with characters split over them and special tokens between them."""
     seen = characters(token_ids)
@@ -93,7 +93,7 @@ def test_text_is_what_comes_before_the_first_stop_string(token_ids, stop, sizes)
 
 
 @given(replies, stops, bursts)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_no_beginning_of_a_stop_string_is_ever_sent(token_ids, stop, sizes):
     """What was sent cannot be taken back. No more is held than one token beyond what must be."""
     reply, told, sent = PlainReply(TOKENIZER), [], ""
@@ -111,7 +111,7 @@ def test_no_beginning_of_a_stop_string_is_ever_sent(token_ids, stop, sizes):
 
 
 @given(replies, stops, bursts, st.booleans())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_a_chat_reply_is_that_of_the_tokens_before_the_stop_string(token_ids, stop, sizes, thinking):
     """The parser sees nothing of a stop string: not in text, in reasoning or in a call's arguments."""
     seen = characters(token_ids)

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaspan.server.tool_arguments import ToolArguments, allowed_types, typed_value
@@ -76,7 +76,6 @@ def test_references_that_multiply_are_followed_once() -> None:
     ),
     st.booleans(),
 )
-@settings(deadline=None)
 def test_arguments_are_one_json_object(pairs: list, schema: dict, closed: bool) -> None:
     arguments, written = ToolArguments(schema), ToolArguments.BEGINNING
     for name, texts in pairs:

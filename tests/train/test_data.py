@@ -30,7 +30,7 @@ def write_split(folder: Path, tokens: list[int], starts: list[int], count: int |
     (folder / "documents.json").write_text(json.dumps({"train": split}))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
 def test_windows_stop_at_the_borders_of_documents(lengths: list[int], data: st.DataObject) -> None:
     lengths[-1] += 1  # so that there is a window of one token

@@ -69,7 +69,7 @@ def plain_loss(layers: list[AttentionSeen], batch: Batch, sampled: Tensor) -> Te
     return torch.stack(values).mean()
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(config=configs(), lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), data=st.data())
 def test_it_is_a_plain_kl(config: ModelConfig, lengths: list[int], data: st.DataObject) -> None:
     chosen = data.draw(st.sets(st.integers(0, sum(lengths) - 1), min_size=1))

@@ -29,7 +29,7 @@ def case(tokens: int, ignored: list[int], seed: int = 0) -> tuple[torch.Tensor, 
     return hidden, targets
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(tokens=st.integers(2, 20), tile=st.integers(1, 25), data=st.data())
 def test_value_and_gradients_are_those_of_cross_entropy(
     model: Transformer, tokens: int, tile: int, data: st.DataObject
