@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt
 
+SEED ?= 2026
+
 DEMO := build/demo
 DEMO_PROJECT := httpx==0.28.1
 DEMO_FILE := httpx/_client.py
 DEMO_LINE := 1821
 
-.PHONY: demo serve test lint format plan bench results clean
+.PHONY: demo serve test soak lint format plan bench results clean
 
 demo: $(VENV)/run.stamp $(DEMO)/project
 	$(BIN)/megaspan complete --repo $(DEMO)/project --file $(DEMO_FILE) --line $(DEMO_LINE) \
@@ -21,6 +23,9 @@ serve: $(VENV)/run.stamp
 
 test: lint
 	$(BIN)/python -m pytest
+
+soak: $(VENV)/dev.stamp
+	$(BIN)/python -m tests.engine.soak --requests 2000 --seed $(SEED)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check --quiet .

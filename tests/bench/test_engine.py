@@ -56,11 +56,11 @@ def test_a_part_runs_and_its_rows_say_how_to_run_it_again(folder, short, part):
 
 
 def test_the_command_of_a_row_gives_the_row(folder):
-    (row,) = engine.run(folder, ["bytes"], lambda said: None)
+    row, _ = engine.run(folder, ["bytes"], lambda said: None)
     name, *arguments = shlex.split(row.command)
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert (name, result.exit_code) == ("megaspan", 0), result.output
-    (again,) = json.loads(result.stdout)["rows"]
+    again, _ = json.loads(result.stdout)["rows"]
     assert (again["name"], again["value"], again["command"]) == (row.name, row.value, row.command)
     assert "bytes took" in result.stderr
 
@@ -108,3 +108,10 @@ def test_the_figures_of_steps_say_what_is_in_them(folder, short):
 def test_an_unknown_part_is_refused_before_the_model_is_read():
     with pytest.raises(UserError, match="no part 'stream'; there are steps, "):
         engine.run("nowhere", ["steps", "stream"], lambda said: None)
+
+
+def test_what_is_recorded_was_measured_by_these_parts():
+    recorded = json.loads((engine.FOLDER / "serving.json").read_text())
+    assert recorded["about"] == engine.ABOUT
+    parts = [shlex.split(row["command"])[6] for row in recorded["rows"]]
+    assert set(parts) == set(engine.PARTS)

@@ -100,7 +100,12 @@ def bench_serving(
     first_prompt: Annotated[str, typer.Option(help="Tokens of the first prompt, as 500-4000.")] = "500-4000",
     added: Annotated[str, typer.Option(help="Tokens added at each later turn.")] = "50-500",
     output: Annotated[str, typer.Option(help="Tokens of a reply.")] = "16-128",
-    shared_share: Annotated[float, typer.Option(help="Share of the first prompt that all have.")] = 0.5,
+    shared_share: Annotated[
+        float,
+        typer.Option(
+            help="Share of the first prompt that all have; with --turns and --added it decides the hit rate."
+        ),
+    ] = 0.5,
     think_seconds: Annotated[float, typer.Option(help="Mean pause before a turn.")] = 0.0,
     abort_share: Annotated[float, typer.Option(help="Replies that the client leaves half-way.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the traffic.")] = 0,
