@@ -248,3 +248,23 @@ def test_without_a_process_for_it_a_grammar_is_put_off(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with pytest.raises(Overloaded, match="Too many open files"):
         GrammarTrial(TOKENIZER.vocab_size)(source(Grammar("regex", "ab")))
+
+
+def test_a_refusal_is_remembered(monkeypatch):
+    compiler, tried = GrammarCompiler(TOKENIZER, EOS), []
+    monkeypatch.setattr(compiler, "_trial", lambda source: tried.append(source) or "it is no good")
+    for _ in range(2):
+        with pytest.raises(UserError, match="it is no good"):
+            compiler.compile(Grammar("regex", "a"))
+    assert len(tried) == 1
+
+
+def test_grammars_that_took_long_are_not_all_kept(monkeypatch):
+    """What takes long takes memory: the last one is kept, and as many before it as fit."""
+    compiler = GrammarCompiler(TOKENIZER, EOS)
+    monkeypatch.setattr(compiler, "_trial", lambda source: "")
+    seconds = grammar_compiler.CACHED_SECONDS
+    for letter, taken in (("a", 0.6), ("b", 0.3), ("c", 0.2), ("d", 2.0)):
+        compiler._keep(Grammar("regex", letter), compiler._attempt(Grammar("regex", letter)), taken * seconds)
+        kept = "".join(text for _, text in compiler._compiled)
+        assert kept == {"a": "a", "b": "ab", "c": "bc", "d": "d"}[letter]

@@ -112,11 +112,11 @@ LARGE = {
     "objects": ("/v1/messages", filled('{"max_tokens": 1, "messages": [', "{},", "]}")),
     "as many objects as allowed": (
         "/v1/chat/completions",
-        filled('{"messages": [', "{},", "]}", json_body.MOST_CONTAINERS - 2),
+        filled('{"messages": [', "{},", "]}", json_body.MOST_PARTS - 4),
     ),
     "as many parts as allowed": (
         "/v1/chat/completions",
-        filled(CONTENT + "[", '{"type":"text","text":"x"},', "]}]}", json_body.MOST_CONTAINERS - 5),
+        filled(CONTENT + "[", '{"type":"text","text":"x"},', "]}]}", json_body.MOST_PARTS // 3 - 5),
     ),
     "one long text": ("/v1/chat/completions", filled(CONTENT + '"', "x[0] = y, ", '"}]}')),
     "escapes": ("/v1/completions", filled('{"prompt": "', '\\"', '"}')),

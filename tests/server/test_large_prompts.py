@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaspan.server.json_body import MOST_CONTAINERS, SMALL, SPARE_VALUES, count_values, parse
+from megaspan.server.json_body import MOST_PARTS, SMALL, SPARE_VALUES, count_values, parse
 from megaspan.server.options import BYTES_PER_TOKEN, LEAST_BODY_LIMIT, ServerOptions, body_limit
 from tests.server.asking import QUESTION, app_of, ask
 from tests.server.fake_engine import FakeEngine, shipped_tokenizer
@@ -64,25 +64,28 @@ def test_the_body_limit_follows_the_context():
 
 
 @pytest.mark.parametrize(
-    ("text", "values", "containers"),
+    ("text", "values", "parts"),
     [
         ("[1, 2, 3]", 3, 1),
-        ('{"a": [[], {}], "b": "x"}', 6, 4),
+        ('{"a": [[], {}], "b": "x"}', 6, 6),
         (r'["[,{", "\"[", "\\", "\\\"[,"]', 4, 1),
         ('"[1, 2]"', 0, 0),
     ],
 )
-def test_values_are_counted_outside_strings(text, values, containers):
-    assert count_values(text.encode()) == (values, containers)
+def test_values_are_counted_outside_strings(text, values, parts):
+    assert count_values(text.encode()) == (values, parts)
 
 
-@pytest.mark.parametrize("unit", ["[]", '{"a":1}', "7"])
+@pytest.mark.parametrize("unit", ["[]", '{"a":1}', "7", "keys"])
 def test_more_values_than_a_context_can_hold_are_not_even_parsed(unit):
     body = {"prompt": "x", "user": "[" * SMALL}  # brackets in a text are none
     engine = FakeEngine("x")
     assert ask(engine, "/v1/completions", body).status_code == 200
-    count = MOST_CONTAINERS if unit != "7" else engine.max_context + SPARE_VALUES
+    count = MOST_PARTS if unit != "7" else engine.max_context + SPARE_VALUES
     content = f'{{"prompt": "x", "user": [{",".join([unit] * count)}]}}'
+    if unit == "keys":
+        names = ",".join(f'"{number}":1' for number in range(count))
+        content = f'{{"prompt": "x", "logit_bias": {{{names}}}}}'
     refused = ask(engine, "/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert refused.status_code == 400
     assert "too intricate" in refused.json()["error"]["message"]

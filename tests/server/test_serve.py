@@ -170,3 +170,9 @@ def test_a_model_without_a_tokenizer_cannot_be_served(monkeypatch):
     monkeypatch.setattr(engine, "tokenizer", None)
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         run(engine, ServerOptions(model_name="x", port=0))
+
+
+def test_answers_are_not_held_back_by_nagles_delay():
+    """asyncio turns it off only for sockets that name their protocol, which those accepted here inherit."""
+    with bind("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP

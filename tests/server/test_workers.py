@@ -7,7 +7,7 @@ from contextlib import suppress
 import httpx
 
 from megaspan.server import service as service_module
-from megaspan.server.service import WORKERS, Service
+from megaspan.server.service import MOST_COMPILING, WORKERS, Service
 from megaspan.token_budget import TokenBudget
 from tests.server.asking import MODEL, app_of
 from tests.server.fake_engine import FakeEngine, shipped_tokenizer
@@ -81,3 +81,31 @@ def test_more_than_so_many_are_not_prepared_at_once(monkeypatch):
             return sorted([answer.status_code for answer in await asyncio.gather(*asking)])
 
     assert asyncio.run(ask_all()) == [200, 200, 200, 429, 429]
+
+
+def test_grammars_that_take_long_to_compile_hold_up_none_but_those_with_grammars(monkeypatch):
+    """They wait for one another; who has none is served meanwhile, and one too many is sent away."""
+    engine = FakeEngine("x")
+    app = app_of(engine)
+    prepare, release = engine.prepare, threading.Event()
+
+    def slow(prompt, params, request_id=None):
+        if params.grammar is not None:
+            release.wait(10)
+        return prepare(prompt, params, request_id)
+
+    monkeypatch.setattr(engine, "prepare", slow)
+
+    async def ask_all():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            bound = {**BODY, "guided_regex": "x"}
+            slow_ones = [
+                asyncio.ensure_future(client.post("/v1/completions", json=bound))
+                for _ in range(MOST_COMPILING + 1)
+            ]
+            await asyncio.wait(slow_ones, return_when=asyncio.FIRST_COMPLETED)  # the one too many
+            plain = await asyncio.wait_for(client.post("/v1/completions", json=BODY), 5)
+            release.set()
+            return plain.status_code, sorted([(await answer).status_code for answer in slow_ones])
+
+    assert asyncio.run(ask_all()) == (200, [*[200] * MOST_COMPILING, 429])

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
@@ -16,6 +17,7 @@ from megaspan.errors import Overloaded, UserError
 from megaspan.tokenizer import Tokenizer
 
 CACHED_GRAMMARS = 64
+CACHED_SECONDS = 5.0  # that the kept ones took to compile: what takes long takes memory, up to 15 MB a second
 LONGEST_WAIT = 30.0  # seconds, for the grammars that others sent before
 # A reply is not to be filled with blanks; `not`, and other keywords that cannot be enforced, are refused.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{0,32}", "coerce_one_of": True, "lenient": False}
@@ -29,7 +31,8 @@ class GrammarCompiler:
         if not eos_token_ids:
             raise ValueError("a grammar's text can only end with an end-of-sequence token: name one")
         self.vocabulary = GrammarVocabulary(tokenizer, sorted(set(eos_token_ids)))
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        # By kind and text: what came of it, an error too, and the seconds that it took.
+        self._compiled: OrderedDict[tuple[str, str], tuple[LLMatcher | str, float]] = OrderedDict()
         self._keeping, self._compiling = threading.Lock(), threading.Lock()
         self._trial = GrammarTrial(self.vocabulary.size)
 
@@ -45,6 +48,8 @@ class GrammarCompiler:
                 f"the grammar begins after {grammar.begins_after}, which is no token id: change it"
             )
         matcher = self._kept(grammar) or self._compile(grammar)
+        if isinstance(matcher, str):
+            raise UserError(f"the {grammar.kind} cannot be used: {one_line(matcher)}")
         named = self.vocabulary.named_in(grammar)
         return GrammarState(matcher.deep_copy(), self.vocabulary, named, grammar.begins_after)
 
@@ -53,27 +58,35 @@ class GrammarCompiler:
         with self._compiling:
             self._trial.close()
 
-    def _kept(self, grammar: Grammar) -> LLMatcher | None:
+    def _kept(self, grammar: Grammar) -> LLMatcher | str | None:
         key = grammar.kind, grammar.text
         with self._keeping:
-            if key in self._compiled:
-                self._compiled.move_to_end(key)
-            return self._compiled.get(key)
+            if key not in self._compiled:
+                return None
+            self._compiled.move_to_end(key)
+            return self._compiled[key][0]
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, grammar: Grammar) -> LLMatcher | str:
         if not self._compiling.acquire(timeout=LONGEST_WAIT):
             raise Overloaded("other requests' grammars are being compiled: try again later")
         try:
-            matcher = self._kept(grammar) or self._attempt(grammar)
+            if kept := self._kept(grammar):
+                return kept
+            began = time.monotonic()
+            matcher = self._attempt(grammar)
+            self._keep(grammar, matcher, time.monotonic() - began)
+            return matcher
         finally:
             self._compiling.release()
-        if isinstance(matcher, str):
-            raise UserError(f"the {grammar.kind} cannot be used: {one_line(matcher)}")
+
+    def _keep(self, grammar: Grammar, matcher: LLMatcher | str, seconds: float) -> None:
+        taken = 0.0 if isinstance(matcher, str) else seconds  # an error takes no memory
         with self._keeping:
-            self._compiled[grammar.kind, grammar.text] = matcher
-            while len(self._compiled) > CACHED_GRAMMARS:
+            self._compiled[grammar.kind, grammar.text] = matcher, taken
+            while len(self._compiled) > CACHED_GRAMMARS or (
+                len(self._compiled) > 1 and sum(each for _, each in self._compiled.values()) > CACHED_SECONDS
+            ):
                 self._compiled.popitem(last=False)
-        return matcher
 
     def _attempt(self, grammar: Grammar) -> LLMatcher | str:
         """The compiled grammar, or what is wrong with it."""

@@ -26,7 +26,8 @@ from megaspan.server.parser import (
 )
 from megaspan.server.reply import ChatReply
 from megaspan.server.request_fields import FORBIDDING_BIAS, MaxTokens, Objects, RequestModel, Texts
-from megaspan.server.service import Job, Service, Submission
+from megaspan.server.service import Job, Service
+from megaspan.server.submission import Submission
 from megaspan.token_budget import TokenBudget
 
 router = APIRouter(route_class=JsonRoute)
@@ -241,6 +242,7 @@ class MessageAnswer:
         if last is None:
             return {"stop_reason": None, "stop_sequence": None}
         if last.finish_reason == "abort":
+            self.submission.service.check_admission()
             raise ApiError(ABORTED, "the request was aborted")
         if last.finish_reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from megaspan.server.errors import ApiError, as_api_error
 from megaspan.server.middleware import ClientGone
-from megaspan.server.service import Submission
+from megaspan.server.submission import Submission
 
 log = logging.getLogger(__name__)
 

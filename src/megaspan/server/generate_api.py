@@ -11,7 +11,8 @@ from megaspan.server.event_stream import DONE, EventStream, data_event
 from megaspan.server.json_body import JsonRoute
 from megaspan.server.reply import PlainReply, TokenRecord
 from megaspan.server.request_fields import MaxTokens, RequestModel, SamplingFields, TokenIds
-from megaspan.server.service import Job, Service, Submission
+from megaspan.server.service import Job, Service
+from megaspan.server.submission import Submission
 from megaspan.token_budget import TokenBudget
 
 router = APIRouter(route_class=JsonRoute)
@@ -24,7 +25,7 @@ class GenerateParams(SamplingFields):
 
 
 class GenerateRequest(RequestModel):
-    """One prompt, as text or as ids. `rid`: the request's id, as the header `X-Request-Id`."""
+    """One prompt, as text or as ids. The header `X-Request-Id` names the request."""
 
     ignored = frozenset({"return_logprob"})  # log-probabilities always come
 

@@ -13,8 +13,8 @@ from megaspan.server.service import Service
 
 SMALL = 1 << 16  # bytes, a millisecond's work
 SPARE_VALUES = 1 << 17  # beside the prompt's ids, if it comes as such: messages, tools, schemas
-MOST_CONTAINERS = 1 << 17  # each takes as long as ten numbers
-QUOTE, COMMA, LIST, OBJECT = b'",[{'
+MOST_PARTS = 1 << 17  # lists, objects and their keys: each takes as long as ten numbers
+QUOTE, COMMA, COLON, LIST, OBJECT = b'",:[{'
 
 
 class JsonRoute(APIRoute):
@@ -40,9 +40,9 @@ class JsonRequest(Request):
 
 def parse(body: bytes, most_values: int) -> Any:
     if len(body) > SMALL:
-        values, containers = count_values(body)
-        if values > most_values or containers > MOST_CONTAINERS:
-            message = f"the body has {values} values in {containers} lists and objects: it is too intricate"
+        values, parts = count_values(body)
+        if values > most_values or parts > MOST_PARTS:
+            message = f"the body has {values} values and {parts} lists, objects and keys: it is too intricate"
             raise ApiError(400, message, code="context_length_exceeded")
     try:
         return from_json(body)
@@ -51,11 +51,12 @@ def parse(body: bytes, most_values: int) -> Any:
 
 
 def count_values(body: bytes) -> tuple[int, int]:
-    """No fewer than the values in a JSON text's outermost one, and than the lists and objects in the text.
+    """No fewer than the values in a JSON text's outermost one, and than its lists, objects and their keys.
 
     The parser keeps the interpreter to itself for as long as there are values to make; this does not.
     """
     bytes_N = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
     outside_N = np.cumsum(bytes_N == QUOTE, dtype=np.uint8) % 2 == 0  # strings
     containers = int(np.count_nonzero(((bytes_N == LIST) | (bytes_N == OBJECT)) & outside_N))
-    return containers + int(np.count_nonzero((bytes_N == COMMA) & outside_N)), containers
+    keys = int(np.count_nonzero((bytes_N == COLON) & outside_N))
+    return containers + int(np.count_nonzero((bytes_N == COMMA) & outside_N)), containers + keys

@@ -33,7 +33,8 @@ from megaspan.server.request_fields import (
     Texts,
     derived_seed,
 )
-from megaspan.server.service import Job, Service, Submission
+from megaspan.server.service import Job, Service
+from megaspan.server.submission import Submission
 from megaspan.token_budget import TokenBudget
 
 router = APIRouter(route_class=JsonRoute)

@@ -4,35 +4,28 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
-from typing import Any, Protocol, Self, TypeVar
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
 
-from megaspan.engine.request import Output
 from megaspan.engine.sampling import SamplingParams
 from megaspan.engine.stats import EngineStats
 from megaspan.errors import BadPrompt, ContextTooLong, Overloaded, UserError
-from megaspan.server.errors import ABORTED, ApiError
+from megaspan.server.errors import ApiError
 from megaspan.server.metrics import Metrics
 from megaspan.server.options import ServerOptions
+from megaspan.server.submission import OutputStream, Submission
 from megaspan.token_budget import TokenBudget
 from megaspan.tokenizer import Tokenizer
 
 Job = tuple[Sequence[int], SamplingParams]
 Made = TypeVar("Made")
 
-WORKERS = 4  # threads that parse, encode and compile
+WORKERS = 4  # threads that parse and encode
+MOST_COMPILING = 16  # requests whose grammars are compiled, one after the other
 MOST_PREPARING = 256  # requests that may wait for them
 ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "gen-")
-
-
-class OutputStream(Protocol):
-    """Outputs of one request, the last of which has a finish reason."""
-
-    request_id: str
-
-    def __aiter__(self) -> AsyncIterator[Output]: ...
 
 
 class ServingEngine(Protocol):
@@ -71,6 +64,8 @@ class Service:
         self.running: dict[str, Submission] = {}
         self.uploads: set[asyncio.Timeout] = set()  # the time limits of bodies on their way
         self.workers = ThreadPoolExecutor(WORKERS, "megaspan-worker")
+        self.compilers = ThreadPoolExecutor(MOST_COMPILING, "megaspan-compiler")
+        self.compiling = 0
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 for any name but the served one; none at all means that one."""
@@ -93,6 +88,16 @@ class Service:
         """Call it on one of a few threads. Cancelled before its turn has come, it is not called at all."""
         return await asyncio.get_running_loop().run_in_executor(self.workers, function, *arguments)
 
+    async def in_compiler(self, function: Callable[..., Made], *arguments: Any) -> Made:
+        """The same, on threads that wait for each other's grammars. Raises ApiError 429 for one too many."""
+        if self.compiling == MOST_COMPILING:
+            raise queue_full(f"{MOST_COMPILING} requests' grammars are being compiled; try again later")
+        self.compiling += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.compilers, function, *arguments)
+        finally:
+            self.compiling -= 1
+
     async def encoded(self, encode: Callable[[TokenBudget], Made], field: str, prompts: int = 1) -> Made:
         """Call what encodes prompts `in_worker`. Cancelled, it ends at the next piece of text.
 
@@ -100,10 +105,8 @@ class Service:
         """
         budget = TokenBudget(self._most_tokens(prompts))
         try:
-            return await self.in_worker(encode, budget)
-        except BadPrompt as error:
-            code = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
-            raise ApiError(400, str(error), param=field, code=code) from error
+            with naming(field):
+                return await self.in_worker(encode, budget)
         finally:
             budget.stop()
 
@@ -113,7 +116,7 @@ class Service:
         prepare: Callable[[TokenBudget], tuple[Sequence[Job], Made]],
         field: str,
         prompts: int = 1,
-    ) -> tuple["Submission", Made]:
+    ) -> tuple[Submission, Made]:
         """Hand prompts to the engine, all or none. `state`: the HTTP request's, which holds its id.
 
         `prepare` makes the jobs, and what else its caller wants back, as `encoded` calls it. Raises ApiError
@@ -126,9 +129,7 @@ class Service:
         state.request_id = self._unused(state.request_id)
         submission = self.running[state.request_id] = Submission(self, state.request_id)
         try:
-            work = self.encoded(
-                lambda budget: self._prepare(prepare(budget), state.request_id), field, prompts
-            )
+            work = self._prepared(prepare, state.request_id, field, prompts)
             requests, made = await submission.prepared(work)
             self.check_admission()
             for request in requests:
@@ -141,9 +142,28 @@ class Service:
             raise
         return submission, made
 
-    def _prepare(self, prepared: tuple[Sequence[Job], Made], request_id: str) -> tuple[list[Any], Made]:
-        """The engine's requests: each prompt checked, each grammar compiled."""
-        jobs, made = prepared
+    async def _prepared(
+        self,
+        prepare: Callable[[TokenBudget], tuple[Sequence[Job], Made]],
+        request_id: str,
+        field: str,
+        prompts: int,
+    ) -> tuple[list[Any], Made]:
+        """The engine's requests. A grammar may take seconds, and is compiled where nobody else waits."""
+
+        def encode(budget: TokenBudget) -> tuple[Sequence[Job], Made, list[Any] | None]:
+            jobs, made = prepare(budget)
+            has_grammar = any(params.grammar is not None for _, params in jobs)
+            return jobs, made, None if has_grammar else self._requests(jobs, request_id)
+
+        jobs, made, requests = await self.encoded(encode, field, prompts)
+        if requests is None:
+            with naming(field):
+                requests = await self.in_compiler(self._requests, jobs, request_id)
+        return requests, made
+
+    def _requests(self, jobs: Sequence[Job], request_id: str) -> list[Any]:
+        """Each prompt checked, each grammar compiled."""
         requests, left = [], self._most_tokens(len(jobs))
         for prompt, params in jobs:
             self._check_named_ids(params)
@@ -152,7 +172,7 @@ class Service:
             left -= len(prompt)
             if left < 0:
                 raise ApiError(400, "the choices and prompts are too long together; ask for fewer at once")
-        return requests, made
+        return requests
 
     def _most_tokens(self, prompts: int) -> int:
         """Of all the prompts of a request: a full context for each, but at most for `max_choices` of them."""
@@ -190,97 +210,15 @@ class Service:
         return request_id
 
 
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Turns what is wrong with a prompt into an ApiError that names its field."""
+    try:
+        yield
+    except BadPrompt as error:
+        code = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
+        raise ApiError(400, str(error), param=field, code=code) from error
+
+
 def queue_full(message: str) -> ApiError:
     return ApiError(429, message, code="queue_full", Retry_After="1")
-
-
-class Submission:
-    """The engine's requests behind one HTTP request. Leaving it aborts whatever has not finished."""
-
-    def __init__(self, service: Service, request_id: str) -> None:
-        self.service = service
-        self.request_id = request_id
-        self.streams: list[OutputStream] = []
-        self.preparing: asyncio.Future[Any] | None = None
-        self.aborted = False  # before it reached the engine
-        self.finished: set[int] = set()
-        self.arrival = time.perf_counter()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def prepared(self, work: Coroutine[Any, Any, Made]) -> Made:
-        """What the work makes. Raises ApiError when the request is aborted meanwhile."""
-        self.preparing = asyncio.ensure_future(work)
-        try:
-            made = await self.preparing
-            if not self.aborted:
-                return made
-        except asyncio.CancelledError:
-            if not self.aborted:
-                raise  # the client is gone
-        self.service.check_admission()
-        raise ApiError(ABORTED, "the request was aborted", code="aborted")
-
-    async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
-        """(place of its prompt, output) as they come, measured. Raises ApiError when the engine fails one."""
-        metrics = self.service.metrics
-        previous = [0.0] * len(self.streams)
-        async with aclosing(interleave([aiter(stream) for stream in self.streams])) as outputs:
-            async for place, output in outputs:
-                if output.token_ids:
-                    now = time.perf_counter()
-                    metrics.observe_tokens(now, previous[place] or None, self.arrival, len(output.token_ids))
-                    previous[place] = now
-                if output.finish_reason is not None:
-                    self.finished.add(place)
-                    metrics.observe_end(time.perf_counter() - self.arrival, output)
-                if output.finish_reason == "error":
-                    raise self._failure(output)
-                yield place, output
-
-    def _failure(self, output: Output) -> ApiError:
-        """A client's own grammar can lead to where no token fits, and asking again would lead there again."""
-        message = f"the engine failed: {output.error}"
-        if output.error_kind == "grammar":
-            return ApiError(400, message, code="grammar_error")
-        if output.error_kind == "memory":
-            return ApiError(503, message, code="out_of_memory", Retry_After="1")
-        return ApiError(500, message, code="engine_error")
-
-    def abort(self) -> bool:
-        """End what has not finished; False when all of it has."""
-        if self.preparing is not None and not self.streams:
-            self.aborted = True
-            self.preparing.cancel()
-            return True
-        unfinished = [stream for place, stream in enumerate(self.streams) if place not in self.finished]
-        return any([self.service.engine.abort(stream.request_id) for stream in unfinished])
-
-    def close(self) -> None:
-        self.abort()
-        self.service.running.pop(self.request_id, None)
-
-
-async def interleave(streams: Sequence[AsyncIterator[Output]]) -> AsyncGenerator[tuple[int, Output], None]:
-    """(place of its stream, output) of several streams, each read only as fast as the caller reads."""
-    if len(streams) == 1:
-        async for output in streams[0]:
-            yield 0, output
-        return
-    waiting = {asyncio.ensure_future(anext(stream, None)): place for place, stream in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                place, output = waiting.pop(task), task.result()
-                if output is not None:
-                    waiting[asyncio.ensure_future(anext(streams[place], None))] = place
-                    yield place, output
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
