@@ -207,12 +207,12 @@ def test_a_disk_that_refuses_is_logged_once_and_done_without(tmp_path, monkeypat
     assert disk.write(key(2), TOKENS, payload(2))  # and it is tried again
 
 
-def test_a_folder_that_is_gone_is_done_without(tmp_path):
+def test_a_folder_that_is_gone_is_made_anew(tmp_path):
     disk = tier(tmp_path / "disk")
     disk.folder.rmdir()
-    assert not disk.write(key(1), TOKENS, payload(1))
     assert disk.read(key(1), TOKENS) is None
-    assert disk.failures > 0
+    assert disk.write(key(1), TOKENS, payload(1))
+    assert disk.read(key(1), TOKENS) == payload(1)
 
 
 def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path):
