@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from megaspan.errors import ContextTooLong, UserError
+from megaspan.errors import BadPrompt, ContextTooLong
 
 PIECE = 1 << 16  # characters, a few hundredths of a second's work
 LONGEST_PIECE = 1 << 20  # characters, up to half a gigabyte while they are encoded
@@ -49,13 +49,13 @@ class TokenBudget:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text, cut at breaks between words. UserError for a stretch of a million characters without one."""
+    """The text, cut at breaks between words. BadPrompt for a stretch of a million characters without one."""
     start = 0
     while start < len(text):
         found = BREAK.search(text, start + PIECE, start + LONGEST_PIECE)
         end = found.start() if found else len(text)
         if end - start > LONGEST_PIECE:
-            raise UserError(
+            raise BadPrompt(
                 f"the text has {LONGEST_PIECE} characters without a break between words: break it up"
             )
         yield text[start:end]

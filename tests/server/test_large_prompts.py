@@ -96,3 +96,11 @@ def test_an_escaped_quote_ends_no_string():
     for escapes in (rb"\"", rb"\\\""):
         body = b'["' + escapes * odd + b"[," * odd + b'"]'
         assert parse(body, most_values=10)[0].endswith('"' + "[," * odd)
+
+
+def test_a_text_without_breaks_is_refused_by_its_fields_name():
+    engine = FakeEngine("x", max_context=1 << 20)
+    refused = ask(engine, "/v1/completions", {"prompt": "x" * ((1 << 20) + 1)})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "prompt")
+    assert "without a break" in error["message"]
