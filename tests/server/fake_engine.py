@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -102,6 +102,9 @@ class FakeEngine:
             raise ContextTooLong(f"{len(prompt)} tokens", self.max_context)
         if min(prompt) < 0 or max(prompt) >= self.tokenizer.vocab_size:
             raise BadPrompt("a token id is outside the vocabulary")
+        room = self.max_context - len(prompt)
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        params = replace(params, max_tokens=most)
         return Submitted(request_id or f"fake-{len(self.submitted)}", list(prompt), params)
 
     def enqueue(self, request: Submitted) -> "FakeStream":

@@ -38,18 +38,6 @@ def base(engine):
         yield address
 
 
-@pytest.fixture(scope="module")
-def chat(base):
-    with openai.OpenAI(base_url=f"{base}/v1", api_key="key", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def claude(base):
-    with anthropic.Anthropic(base_url=base, api_key="key", max_retries=0) as client:
-        yield client
-
-
 def test_openai_chat_whole_and_streamed(chat):
     whole = chat.chat.completions.create(model=MODEL, messages=QUESTION, logprobs=True, top_logprobs=1)
     assert whole.choices[0].message.content == "Hello, wörld 🙂"

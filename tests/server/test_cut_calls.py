@@ -2,7 +2,6 @@
 
 import json
 
-import anthropic
 import openai
 import pytest
 from pydantic import BaseModel
@@ -33,18 +32,6 @@ def script(request):
 def base():
     with live_server(app_of(FakeEngine(script, burst=2))) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def chat(base):
-    with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def claude(base):
-    with anthropic.Anthropic(base_url=base, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def finished(client, streamed: bool, **asked):

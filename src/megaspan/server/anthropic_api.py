@@ -133,7 +133,7 @@ def sampling(service: Service, body: MessagesRequest, prompt: ChatPrompt) -> Sam
         "stop": tuple(body.stop_sequences) if body.stop_sequences else None,
         "logit_bias": dict.fromkeys(prompt.forbidden, FORBIDDING_BIAS),
         "grammar": prompt.grammar,
-        "max_tokens": service.room(prompt.token_ids, body.max_tokens),
+        "max_tokens": body.max_tokens,
     }
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 

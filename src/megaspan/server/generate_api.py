@@ -49,7 +49,7 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
         prompt = body.input_ids
         if prompt is None:
             prompt = service.tokenizer.encode(body.text or "", budget)
-        params = asked.sampling(service.room(prompt, wanted), asked.logprobs, asked.structure())
+        params = asked.sampling(wanted, asked.logprobs, asked.structure())
         return [(prompt, params)], None
 
     field = "text" if body.input_ids is None else "input_ids"

@@ -114,8 +114,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 
     def prepare(budget: TokenBudget) -> tuple[list[Job], ChatPrompt]:
         prompt = rendered(service, body, budget)
-        room = service.room(prompt.token_ids, wanted)
-        params = body.sampling(room, body.top_logprobs, prompt.grammar, prompt.forbidden)
+        params = body.sampling(wanted, body.top_logprobs, prompt.grammar, prompt.forbidden)
         seeds = [derived_seed(params.seed, copy) for copy in copies]
         return [(prompt.token_ids, replace(params, seed=seed)) for seed in seeds], prompt
 

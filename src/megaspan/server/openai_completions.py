@@ -101,7 +101,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
             token_ids = service.tokenizer.encode(prompt, budget) if isinstance(prompt, str) else prompt
             echo = echoed(service, prompt) if body.echo else ""
             wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-            params = body.sampling(service.room(token_ids, wanted), body.logprobs, grammar)
+            params = body.sampling(wanted, body.logprobs, grammar)
             for copy in range(body.n):
                 jobs.append((token_ids, replace(params, seed=derived_seed(params.seed, copy))))
                 choices.append(Choice(token_ids, echo, PlainReply(service.tokenizer)))

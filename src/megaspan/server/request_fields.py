@@ -128,7 +128,7 @@ class SamplingFields(RequestModel):
 
     def sampling(
         self,
-        max_tokens: int,
+        max_tokens: int | None,
         logprobs: int | None,
         grammar: Grammar | None,
         forbidden: Sequence[int] = (),

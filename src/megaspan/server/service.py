@@ -23,8 +23,8 @@ Job = tuple[Sequence[int], SamplingParams]
 Made = TypeVar("Made")
 
 WORKERS = 4  # threads that parse and encode
-MOST_COMPILING = 16  # requests whose grammars are compiled, one after the other
 MOST_PREPARING = 256  # requests that may wait for them
+MOST_COMPILING = 16  # requests whose grammars are compiled, one after the other, on threads of their own
 ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "gen-")
 
 
@@ -38,7 +38,7 @@ class ServingEngine(Protocol):
     @property
     def is_alive(self) -> bool: ...  # False once its thread has died
     async def start(self) -> None: ...
-    async def stop(self, drain_seconds: float = 0) -> None: ...
+    async def stop(self) -> None: ...
     def prepare(
         self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None
     ) -> Any: ...  # slow, for any thread
@@ -78,11 +78,6 @@ class Service:
         last = self.tokenizer.vocab_size - 1
         if ids and (min(ids) < 0 or max(ids) > last):
             raise ApiError(400, f"not all of {field} are tokens; they go from 0 to {last}", param=field)
-
-    def room(self, prompt: Sequence[int], wanted: int | None) -> int:
-        """Tokens that may be generated: what was asked for, or as many as the context still holds."""
-        left = max(self.engine.max_context - len(prompt), 1)
-        return left if wanted is None else min(wanted, left)
 
     async def in_worker(self, function: Callable[..., Made], *arguments: Any) -> Made:
         """Call it on one of a few threads. Cancelled before its turn has come, it is not called at all."""
