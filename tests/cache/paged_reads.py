@@ -16,8 +16,11 @@ PAGE, LENGTH = 4, 41  # more than two pages, five times debug's top-k
 MODEL, TOKENS = random_model(DEBUG), random_tokens(DEBUG, LENGTH)
 
 
-def paged(pages: int = 24, slots: int = 1, latent: Any = "float32", index: Any = None) -> PagedCache:
-    return PagedCache(PagePools(DEBUG, pages, PAGE, latent, index), slots, max_pages=pages)
+def paged(
+    pages: int = 24, slots: int = 1, latent: Any = "float32", index: Any = None, rotate_index: bool = True
+) -> PagedCache:
+    pools = PagePools(DEBUG, pages, PAGE, latent, index, rotate_index=rotate_index)
+    return PagedCache(pools, slots, max_pages=pages)
 
 
 @torch.no_grad()

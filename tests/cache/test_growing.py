@@ -10,6 +10,7 @@ from megaspan.config import ModelConfig
 from megaspan.costs.memory import cache_bytes_per_token
 from megaspan.model.batch import Batch
 from megaspan.model.selection import EVERYTHING
+from tests.cache.finished_rows import finished
 from tests.model.models import one_shot, random_model, random_tokens, relative_error
 from tests.strategies import configs
 
@@ -41,7 +42,7 @@ def test_rows_are_found_again_however_it_grew(steps, capacity):
         for kind, layer in (("latent", 8), ("index", 6)):
             new = torch.randn(sum(sizes), held[kind][0].shape[1], generator=generator)
             write = cache.write_latent if kind == "latent" else cache.write_index
-            rows = write(layer, batch, new)
+            rows = write(layer, batch, finished(new))
             held[kind] = [torch.cat(pair) for pair in zip(held[kind], new.split(sizes), strict=True)]
             for sequence, expected in enumerate(held[kind]):
                 places = table.rows(torch.tensor([sequence]), torch.arange(past[sequence])[None])[0]
@@ -53,10 +54,10 @@ def test_rows_are_found_again_however_it_grew(steps, capacity):
 def test_rows_of_a_pass_that_failed_are_not_past():
     cache, failed = GrowingCache(DEBUG, capacity=4), Batch.of([[1, 2, 3]])
     cache.table(failed)
-    cache.write_latent(0, failed, torch.full((3, 40), torch.nan))
+    cache.write_latent(0, failed, finished(torch.full((3, 40), torch.nan)))
     again = Batch.of([[4, 5]])
     table = cache.table(again)
-    rows = cache.write_latent(0, again, torch.ones(2, 40))
+    rows = cache.write_latent(0, again, finished(torch.ones(2, 40)))
     cache.commit(again)
     assert cache.lengths == [2]
     assert rows[table.rows(torch.tensor([0]), torch.arange(2)[None])[0]].eq(1).all()
@@ -66,9 +67,9 @@ def test_layers_do_not_share_rows():
     cache, batch = GrowingCache(DEBUG, capacity=4), Batch.of([[1, 2, 3]])
     cache.table(batch)
     for layer in range(DEBUG.num_hidden_layers):
-        cache.write_latent(layer, batch, torch.full((3, 40), float(layer)))
+        cache.write_latent(layer, batch, finished(torch.full((3, 40), float(layer))))
     for layer in DEBUG.full_layers:
-        cache.write_index(layer, batch, torch.full((3, 16), 100.0 + layer))
+        cache.write_index(layer, batch, finished(torch.full((3, 16), 100.0 + layer)))
     for layer in range(DEBUG.num_hidden_layers):
         assert (cache.latent[layer][:3] == layer).all()
     for layer in DEBUG.full_layers:

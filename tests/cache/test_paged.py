@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from megaspan.cache.growing import GrowingCache
 from megaspan.cache.paged import PagedCache
+from megaspan.cache.pool import PagePools
 from megaspan.model.batch import Batch
 from megaspan.model.selection import EVERYTHING
+from tests.cache.finished_rows import finished
 from tests.cache.paged_reads import DEBUG, LENGTH, MODEL, PAGE, TOKENS, cuts, paged, read
 from tests.model.models import one_shot, random_tokens, relative_error
 
@@ -134,7 +136,9 @@ def test_the_table_is_updated_in_place():
 
 def test_row_numbers_are_int64():
     """P18: a page whose first row is beyond 2^31."""
-    pools: Any = SimpleNamespace(page_size=2**20, total_pages=2**12, device=torch.device("cpu"))
+    pools: Any = SimpleNamespace(
+        page_size=2**20, total_pages=2**12, device=torch.device("cpu"), scratch_page=None
+    )
     cache = PagedCache(pools, 1, 4)
     cache.assign(0, 0, [2**11 - 1, 2**11, 2**12 - 1])
     batch = Batch.of([[1, 2]], [2**20 - 1])
@@ -176,4 +180,17 @@ def test_rows_of_another_batch_are_refused():
     cache.assign(0, 0, [1])
     cache.table(Batch.of([[1]]))
     with pytest.raises(ValueError, match="its table was not asked for"):
-        cache.write_latent(0, Batch.of([[2]]), torch.zeros(1, 40))
+        cache.write_latent(0, Batch.of([[2]]), finished(torch.zeros(1, 40)))
+
+
+def test_the_scratch_slot_is_one_more_and_has_one_page_everywhere():
+    cache = PagedCache(PagePools(DEBUG, 5, PAGE, scratch=True), 2, max_pages=3)
+    assert cache.scratch_slot == 2
+    assert cache.starts[2].tolist() == [5 * PAGE] * 3
+    assert (cache.starts[:2] < -(2**60)).all()
+    cache.require_room([2, 2], [3 * PAGE, 1])
+    with pytest.raises(ValueError, match="slot 2 has pages for 12 tokens, but the batch needs 13"):
+        cache.require_room([2], [3 * PAGE + 1])
+    with pytest.raises(ValueError, match="a page outside the 5"):
+        cache.assign(0, 0, [5])
+    assert paged().scratch_slot is None

@@ -8,6 +8,7 @@ import torch
 
 from megaspan.model.batch import Batch
 from megaspan.model.selection import EVERYTHING
+from tests.cache.finished_rows import finished
 from tests.cache.paged_reads import DEBUG, LENGTH, MODEL, TOKENS, paged, read
 from tests.model.models import one_shot
 
@@ -58,8 +59,8 @@ def test_every_accessor_waits_for_the_restore_of_its_layer(accessor):
     cache.table(batch)
     loader.start()
     calls = {
-        "write_latent": lambda layer: cache.write_latent(layer, batch, torch.zeros(1, 40)),
-        "write_index": lambda layer: cache.write_index(layer, batch, torch.zeros(1, 16)),
+        "write_latent": lambda layer: cache.write_latent(layer, batch, finished(torch.zeros(1, 40))),
+        "write_index": lambda layer: cache.write_index(layer, batch, finished(torch.zeros(1, 16))),
         "rows latent": lambda layer: cache.rows("latent", layer),
         "rows index": lambda layer: cache.rows("index", layer),
     }

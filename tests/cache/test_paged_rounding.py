@@ -40,11 +40,15 @@ def test_rounded_latent_rows_err_little_and_flatly_by_position(name, bound, sele
     assert 0.3 < early / late < 3
 
 
-def test_fp8_index_keys_select_nearly_what_exact_keys_select():
-    """Of the first layer, whose inputs are the same: a random indexer's scores lie close together."""
+@pytest.mark.parametrize("rotate", [True, False])
+def test_fp8_index_keys_select_nearly_what_exact_keys_select(rotate):
+    """Of the first layer, whose inputs are the same: a random indexer's scores lie close together.
+
+    With the rotation of the cache's setting, in the keys and in the queries that meet them.
+    """
     model, tokens, positions = smooth_model(topk=32), random_tokens(DEBUG, 240), []
     for index in ("float32", "fp8"):
-        cache, batch = paged(60, index=index), Batch.of([tokens])
+        cache, batch = paged(60, index=index, rotate_index=rotate), Batch.of([tokens])
         cache.assign(0, 0, list(reversed(range(60))))
         with torch.no_grad():
             hidden = model.model.embed_tokens(tokens)

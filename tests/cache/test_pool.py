@@ -112,3 +112,18 @@ def test_no_page_is_in_two_hands(steps):
 def test_a_pool_without_room_is_refused(pages, page_size, name):
     with pytest.raises(UserError, match=f"{name} is 0: a pool needs at least 1"):
         PagePools(DEBUG, pages, page_size)
+
+
+def test_the_scratch_page_is_behind_all_others_and_never_handed_out():
+    pools = PagePools(DEBUG, 3, 4, scratch=True)
+    assert pools.scratch_page == 3
+    assert len(pools.rows("latent", 0)) == 16
+    assert pools.total_pages == pools.free_pages == 3
+    assert pools.take(3) == [0, 1, 2]
+    assert pools.take(1) is None
+    with pytest.raises(ValueError, match="page 3 is given back, but it is not handed out"):
+        pools.give([3])
+    for segment in pools.segments:  # no transfer moves it
+        assert segment.pages.shape == (3, 4 * pools.formats[segment.pool].nbytes)
+        assert segment.pages.data_ptr() == pools.rows(segment.pool, segment.layer).data_ptr()
+    assert PagePools(DEBUG, 3, 4).scratch_page is None

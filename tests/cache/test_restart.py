@@ -110,6 +110,7 @@ def test_rows_of_other_arithmetic_are_told_apart():
 
     model = random_model(DEBUG)
     names = [name(model), name(model, latent="fp8"), name(model, index="fp8"), name(model, page_size=8)]
+    names.append(_fingerprint(model, "float32", "float32", 4, rotate_index=False))
     set_batch_invariant(model)
     names.append(name(model))
     names.append(name(random_model(DEBUG, 1)))
@@ -120,6 +121,14 @@ def test_rows_of_other_arithmetic_are_told_apart():
     torch.set_num_threads(threads + 1)
     assert name(random_model(DEBUG)) == names[0]
     torch.set_num_threads(threads)
+
+
+def test_rows_of_another_layout_are_told_apart(monkeypatch):
+    """Pages of the disk are bytes: those of an older layout would read as other numbers."""
+    model = random_model(DEBUG)
+    name = _fingerprint(model, "float32", "fp8", 4)
+    monkeypatch.setattr("megaspan.engine.memory.LAYOUT", 1)
+    assert _fingerprint(model, "float32", "fp8", 4) != name
 
 
 @pytest.mark.skipif(os.environ.get("MEGASPAN_NATIVE") == "0", reason="without compiled operations")

@@ -6,6 +6,7 @@ import torch
 from megaspan.cache.transient import TransientCache
 from megaspan.config import ModelConfig
 from megaspan.model.batch import Batch
+from tests.cache.finished_rows import finished
 from tests.model.models import random_model, random_tokens
 
 DEBUG = ModelConfig.preset("debug")
@@ -20,8 +21,8 @@ def test_the_table_names_the_batchs_own_rows():
 
 def test_rows_come_back_as_they_are():
     cache, batch, rows = TransientCache(), Batch.of([[1, 2]]), torch.randn(2, 40)
-    assert cache.write_latent(0, batch, rows) is rows
-    assert cache.write_index(0, batch, rows) is rows
+    assert cache.write_latent(0, batch, finished(rows)) is rows
+    assert cache.write_index(0, batch, finished(rows)) is rows
 
 
 def test_a_past_is_refused():

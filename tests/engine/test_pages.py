@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engine.engines import GREEDY, answer, assert_idle, drain, prompt
+from megaspan.ops.quant import load_index_rows
+from tests.engine.engines import DEBUG, GREEDY, answer, assert_idle, drain, prompt
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 LENGTHS = (30, 41, 9, 17)
@@ -22,8 +23,16 @@ def rows_after(engine, names, tokens) -> dict[str, list[torch.Tensor]]:
         pages = torch.tensor(request.lease.pages)
         numbers = (pages[:, None] * 4 + torch.arange(4)).flatten()[:count]
         storage = engine.memory.pools.storage
-        rows[name] = [layer[numbers].clone() for pool in storage for layer in storage[pool]]
+        rows[name] = [part for pool in storage for layer in storage[pool] for part in parts(layer, numbers)]
     return rows
+
+
+def parts(storage: torch.Tensor, numbers: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of what some rows of a pool are kept as."""
+    if storage.dtype == torch.uint8 and storage.shape[1] == DEBUG.index_head_dim + 4:  # FP8 index rows
+        values, scales = load_index_rows(storage, numbers, 4)
+        return [values.view(torch.uint8), scales]
+    return [storage[numbers]]
 
 
 @pytest.mark.parametrize("rows", ["float32", "fp8"])
@@ -41,6 +50,18 @@ def test_a_batch_writes_the_same_bytes_as_each_request_alone(make, rows):
         alone = rows_after(engine, [name], 8)[name]
         assert all(map(torch.equal, together[name], alone))
         drain(engine)
+
+
+def test_the_rotation_of_index_rows_is_the_engines_setting(make):
+    """Other bytes, and the cache that the queries ask says so."""
+    keys = []
+    for rotate in (True, False):
+        engine = make(index_rows="fp8", rotate_index_rows=rotate)
+        assert engine.memory.paged.rotates_index is rotate
+        name = engine.submit(prompt(9), GREEDY)
+        keys.append(rows_after(engine, [name], 1)[name][-2])
+        drain(engine)
+    assert not torch.equal(*keys)
 
 
 def test_the_order_of_pages_changes_nothing(make):

@@ -37,3 +37,20 @@ def test_slots_of_a_decoding_step(sequences):
 
 def test_without_slots_a_sequence_has_the_row_of_its_place():
     assert Batch.of([[1], [2, 3]]).table_rows == (0, 1)
+
+
+def test_the_longest_sequence_bounds_what_any_token_sees():
+    batch = Batch.of([[1], [2, 3]], [7, 5])
+    assert batch.longest == 8 == batch.visible.max()
+    assert Batch.of([[]]).longest == 0
+
+
+def test_numbers_in_tensors_are_read_when_they_are_asked_for():
+    """The batch that they are given to is not changed."""
+    plain = Batch.of([[5], [6]], [9, 9], slots=[3, 3])
+    numbers = torch.zeros(3, 2, dtype=torch.int64)
+    batch = plain.reading(*numbers)
+    numbers[:] = torch.tensor([[4, 2], [0, 1], [8, 9]])
+    assert torch.equal(torch.stack((batch.positions, batch.sequence_ids, batch.visible)), numbers)
+    assert (batch.longest, batch.query_lengths, batch.table_rows) == (10, (1, 1), (3, 3))
+    assert (plain.positions.tolist(), plain.sequence_ids.tolist()) == ([9, 9], [3, 3])

@@ -65,7 +65,7 @@ def forward_by_loops(model, tokens):
         query = torch.cat(
             (query[..., : config.qk_nope_head_dim], rotation(query[..., config.qk_nope_head_dim :])), -1
         )
-        key, value = attention.expand(attention.new_rows(normed, rotation))
+        key, value = attention.expand(attention.new_rows(normed, rotation).rows)
         if attention.indexer is not None:
             keys = attention.indexer.keys(normed, rotation)
             index_query, weights = attention.indexer.queries(normed, latent, rotation)
@@ -164,11 +164,11 @@ def test_order_permuted_physical_rows_change_nothing():
             numbers = self.table(batch).rows(batch.sequence_ids[:1], batch.positions[None])[0]
             return storage.index_copy(0, numbers, rows)
 
-        def write_latent(self, layer, batch, rows):
-            return self.place(batch, rows)
+        def write_latent(self, layer, batch, new):
+            return self.place(batch, new.rows)
 
-        def write_index(self, layer, batch, keys):
-            return self.place(batch, keys)
+        def write_index(self, layer, batch, new):
+            return self.place(batch, new.rows)
 
     model, tokens = random_model(untied(DEBUG)), random_tokens(DEBUG, LENGTH)
     with torch.no_grad():

@@ -11,13 +11,13 @@ from torch import Tensor
 from megaspan.ops.quant import (
     decode_index_rows,
     dequantize_rows,
-    encode_index_rows,
     hadamard,
     index_rows,
+    load_index_rows,
     native,
     quantize_index_queries,
     quantize_rows,
-    split_index_rows,
+    store_index_rows,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -27,6 +27,19 @@ needs_native = pytest.mark.skipif(not native.supports(torch.empty(1, 1)), reason
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stored(keys: Tensor, page_size: int = 4, rotate: bool = True, store=store_index_rows) -> Tensor:
+    """The keys in order, in as many pages as they need; what of those is not filled is NaN."""
+    count = -(-len(keys) // page_size) * page_size
+    storage = torch.full((count, keys.shape[1] + 4), 255, dtype=torch.uint8)
+    store(keys, storage, torch.arange(len(keys)), page_size, rotate)
+    return storage
+
+
+def decoded(storage: Tensor, count: int, page_size: int = 4) -> Tensor:
+    """The first rows of a storage."""
+    return decode_index_rows(storage, torch.arange(count), page_size)
 
 
 def product_error(query: Tensor, keys: Tensor, rotate: bool) -> float:
@@ -160,7 +173,7 @@ def score_error(keys: Tensor, query: Tensor, weights: Tensor, rotate: bool) -> f
 
     exact = scores(query, weights, keys)
     rounded = quantize_index_queries(query, weights, rotate)
-    actual = scores(*rounded, decode_index_rows(encode_index_rows(keys, rotate)))
+    actual = scores(*rounded, decoded(stored(keys, rotate=rotate), len(keys)))
     return float((actual - exact).norm() / exact.norm())
 
 
@@ -181,25 +194,11 @@ def test_scores_of_packed_rows_keep_what_outliers_would_lose(seed):
     assert score_error(keys, query, weights, True) < score_error(keys, query, weights, False) / 2
 
 
-@pytest.mark.parametrize("rotate", [True, False])
-@pytest.mark.parametrize("count", [0, 1, 2, 7])
-@pytest.mark.parametrize("width", [1, 32, 128])
-def test_packed_rows_hold_values_then_scale(width, count, rotate):
-    keys = normal(count, width) * 30
-    packed = encode_index_rows(keys, rotate)
-    assert (packed.dtype, packed.shape) == (torch.uint8, (count, width + 4))
-    values, scale = quantize_rows(keys, rotate)
-    assert torch.equal(packed[:, :width], values.view(torch.uint8))
-    for kept, expected in zip(split_index_rows(packed), (values, scale), strict=True):
-        assert torch.equal(kept.float(), expected.float())
-    assert torch.equal(decode_index_rows(packed), dequantize_rows(values, scale))
-
-
 @pytest.mark.parametrize("width", [3, 96, 127])
 def test_a_width_that_cannot_be_rotated_is_packed_as_it_is(width):
     """So are the queries: both sides follow the same rule."""
     keys, query, weights = normal(9, width), normal(4, 3, width, seed=1), normal(4, 3, seed=2)
-    assert torch.equal(encode_index_rows(keys), encode_index_rows(keys, rotate=False))
+    assert torch.equal(stored(keys), stored(keys, rotate=False))
     for kept, plain in zip(
         quantize_index_queries(query, weights), quantize_index_queries(query, weights, False), strict=True
     ):
@@ -220,11 +219,14 @@ def test_a_packed_row_depends_on_no_other():
     """In batch-invariant mode the cache of a token alone is that of the token in a batch, bit by bit."""
     keys, weights = normal(67, WIDTH), normal(67, 4)
     query = normal(67, 4, WIDTH, seed=1)
-    packed = encode_index_rows(keys)
+    packed = stored(keys)
     together = quantize_index_queries(query, weights)
     for token in (0, 30, 66):
         one = slice(token, token + 1)
-        assert torch.equal(encode_index_rows(keys[one]), packed[one])
+        values, scale = load_index_rows(stored(keys[one]), torch.tensor([0]), 4)
+        in_batch = load_index_rows(packed, torch.tensor([token]), 4)
+        assert torch.equal(values.view(torch.uint8), in_batch[0].view(torch.uint8))
+        assert torch.equal(scale, in_batch[1])
         for alone, kept in zip(quantize_index_queries(query[one], weights[one]), together, strict=True):
             assert torch.equal(alone, kept[one])
 
@@ -235,21 +237,17 @@ def test_what_is_not_finite_is_packed_without_a_word(bad):
     keys = normal(5, 16)
     keys[4, 15] = bad
     for rotate in (True, False):
-        decoded = decode_index_rows(encode_index_rows(keys, rotate))
-        assert torch.equal(decoded[:4], decode_index_rows(encode_index_rows(keys[:4], rotate)))
+        rows = decoded(stored(keys, rotate=rotate), 5)
+        assert torch.equal(rows[:4], decoded(stored(keys[:4], rotate=rotate), 4))
         if math.isnan(bad):  # the score counts as -inf
-            assert decoded[4].isnan().any()
+            assert rows[4].isnan().any()
         else:
-            assert decoded[4].isfinite().all()
-            assert decoded[4, 15].abs() > 1e38
+            assert rows[4].isfinite().all()
+            assert rows[4, 15].abs() > 1e38
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors hold the same numbers; a NaN may have either sign."""
-    if left.dtype == torch.uint8:
-        return same_bits(decode_index_rows(left), decode_index_rows(right)) and same_bits(
-            split_index_rows(left)[1], split_index_rows(right)[1]
-        )
     return left.dtype == right.dtype and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
@@ -266,8 +264,10 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 def test_native_equals_the_plain_versions_bit_by_bit(count, width, magnitude, dtype, rotate, seed):
     keys, weights = (normal(count, width, seed=seed) * magnitude).to(dtype), normal(count, 1, seed=seed)
     keys[1:2], keys[2:3, -1], keys[3:4], keys[4:5, 0] = 0, math.nan, -math.inf, math.inf
-    plain = index_rows.encode_index_rows(keys, rotate)
-    assert same_bits(native.encode_index_rows(keys, rotate), plain)
+    versions = (stored(keys, 4, rotate, version.store_index_rows) for version in (native, index_rows))
+    places = torch.arange(count)
+    for compiled, expected in zip(*(load_index_rows(rows, places, 4) for rows in versions), strict=True):
+        assert same_bits(compiled.float(), expected.float())
     query = keys[:, None]
     for compiled, expected in zip(
         native.quantize_index_queries(query, weights, rotate),
@@ -282,7 +282,8 @@ def test_native_rounds_every_bf16_as_the_plain_version():
     """All within 448, so each value of e4m3 and each tie between two; the 448 beside them sets the scale."""
     every = torch.arange(1 << 16).to(torch.int32).to(torch.uint16).view(torch.bfloat16).float()
     rows = torch.stack((every[every.abs() <= 448], torch.full_like(every[every.abs() <= 448], 448.0)), 1)
-    assert torch.equal(native.encode_index_rows(rows, False), index_rows.encode_index_rows(rows, False))
+    compiled, plain = (stored(rows, 64, False, version.store_index_rows) for version in (native, index_rows))
+    assert torch.equal(compiled, plain)
     weights = torch.ones(len(rows), 1)
     rounded = native.quantize_index_queries(rows[:, None], weights, False)[0]
     assert torch.equal(rounded, index_rows.quantize_index_queries(rows[:, None], weights, False)[0])

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megaspan.ops import native
 from megaspan.ops.index_topk import index_topk, index_topk_blocked
+from megaspan.ops.index_topk.native import SOURCE
 from megaspan.ops.quant import decode_index_rows
 from megaspan.ops.rows import RowTable
 from tests.ops.index_topk_cases import MIB, Case, make
@@ -20,7 +22,8 @@ def scores_of(case: Case, token: int) -> Tensor:
     """The scores of what a token sees, in fp64."""
     positions = torch.arange(int(case.visible[token]))
     rows = case.table.rows(case.sequence_ids[token, None], positions[None])[0]
-    keys = decode_index_rows(case.keys[rows]) if case.keys.dtype == torch.uint8 else case.keys[rows]
+    is_fp8 = case.keys.dtype == torch.uint8
+    keys = decode_index_rows(case.keys, rows, case.table.page_size) if is_fp8 else case.keys[rows]
     products = case.query[token].double() @ keys.double().T
     return case.weights[token].double() @ products.relu()
 
@@ -138,6 +141,28 @@ def test_dispatcher_refuses_what_disagrees():
             index_topk(*replace(case, **wrong).arguments())
 
 
+def test_fp8_keys_that_are_no_whole_pages_are_refused():
+    case = make([[20]], width=6, page_size=2).in_fp8()
+    strided = torch.empty(20, 24, dtype=torch.uint8)[:, :10]
+    for wrong, words in (
+        ({"keys": case.keys[1:]}, "whole pages of 2"),
+        ({"keys": strided}, "contiguous"),
+        ({"table": RowTable(case.table.starts, 1)}, "a multiple of 4, not 1 x 6: choose another page size"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            index_topk(*replace(case, **wrong).arguments())
+
+
+@pytest.mark.skipif(native.load(SOURCE) is None, reason="no compiler here")
+def test_fp8_keys_of_a_page_that_begins_within_another_are_refused():
+    case = make([[20]], page_size=4).in_fp8()
+    for page in range(5):
+        starts = case.table.starts.clone()
+        starts[0, page] += 2 if starts[0, page] < 8 else -2
+        with pytest.raises(IndexError):
+            index_topk(*replace(case, table=RowTable(starts, 4)).arguments())
+
+
 def test_rows_out_of_range_are_refused(select):
     case = make([[20]])
     for wrong in (
@@ -152,7 +177,7 @@ def test_rows_out_of_range_are_refused(select):
 def test_dispatcher_takes_any_layout():
     """Strided keys, non-contiguous queries, tensors that need a gradient, and half precision."""
     case = make([[40, 41]], width=8)
-    wide = torch.zeros(41, 20)
+    wide = torch.zeros(len(case.keys), 20)
     wide[:, 3:11] = case.keys
     query = case.query.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     strided = replace(case, keys=wide[:, 3:11], query=query)

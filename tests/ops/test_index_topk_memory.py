@@ -8,6 +8,7 @@ import torch
 from megaspan.ops import native
 from megaspan.ops.index_topk.blocked import tile_shape
 from megaspan.ops.index_topk.native import SOURCE, Problem, plan
+from megaspan.ops.quant import store_index_rows
 from megaspan.ops.rows import RowTable
 from tests.allocations import peak_bytes
 from tests.ops.index_topk_cases import MIB, make
@@ -38,27 +39,50 @@ def test_does_not_depend_on_threads_company_or_budget(select, fp8):
 def test_physical_pages_do_not_matter(select, fp8):
     """P20: the same sequence under another order of pages gives the same positions."""
     contiguous = make([[83, 90, 90]], whole=False)
-    contiguous = contiguous.in_fp8() if fp8 else contiguous
     order = torch.randperm(23, generator=torch.Generator().manual_seed(3))
-    unseen = contiguous.keys.new_full((92, contiguous.keys.shape[1]), 255 if fp8 else torch.nan)
-    paged = replace(contiguous, keys=unseen, table=RowTable(order[None] * 4, 4))
-    paged.keys[paged.table.rows(torch.tensor([0]), torch.arange(90)[None])[0]] = contiguous.keys
-    assert torch.equal(select(paged), select(contiguous))
+    table = RowTable(order[None] * 4, 4)
+    places = table.rows(torch.tensor([0]), torch.arange(90)[None])[0]
+    if fp8:
+        keys = torch.full((92, contiguous.keys.shape[1] + 4), 255, dtype=torch.uint8)
+        store_index_rows(contiguous.keys[:90], keys, places, 4, rotate=False)
+        contiguous = contiguous.in_fp8()
+    else:
+        keys = torch.full_like(contiguous.keys, torch.nan).index_copy(0, places, contiguous.keys[:90])
+    assert torch.equal(select(replace(contiguous, keys=keys, table=table)), select(contiguous))
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
-def test_rows_beyond_two_to_the_31_elements(select, fp8):
-    """P18: a view whose rows lie so far apart that a 32-bit offset would wrap to another row."""
-    near = make([[60] * 2], width=8, dtype=torch.bfloat16)
-    near = near.in_fp8() if fp8 else near
-    stride = (1 << 31) // 50
-    try:  # only the pages that are touched will exist
-        far = torch.UntypedStorage(60 * stride * near.keys.itemsize)
+def sparse(nbytes: int) -> torch.UntypedStorage:
+    """Memory of which only the pages that are touched will exist."""
+    try:
+        return torch.UntypedStorage(nbytes)
     except RuntimeError:
         pytest.skip("no address space for a sparse 5 GB")
+
+
+def test_rows_beyond_two_to_the_31_elements(select):
+    """P18: a view whose rows lie so far apart that a 32-bit offset would wrap to another row."""
+    near = make([[60] * 2], width=8, dtype=torch.bfloat16)
+    stride = (1 << 31) // 50
+    far = sparse(60 * stride * near.keys.itemsize)
     keys = torch.empty(0, dtype=near.keys.dtype).set_(far, 0, near.keys.shape, (stride, 1))
     keys.copy_(near.keys)
     assert torch.equal(select(replace(near, keys=keys)), near.reference())
+
+
+def test_fp8_pages_beyond_two_to_the_31_bytes(select):
+    """P18: pages of a storage so long that a 32-bit offset would wrap to another page."""
+    case, apart = make([[60] * 2], width=28, page_size=4), (1 << 31) // 32 // 50 * 4
+    pages = apart * torch.arange(15).flip(0)
+    rows = apart * 14 + 4
+    keys = torch.empty(0, dtype=torch.uint8).set_(sparse(rows * 32), 0, (rows, 32), (32, 1))
+    table = RowTable(pages[None], 4)
+    places = table.rows(torch.tensor([0]), torch.arange(60)[None])[0]
+    store_index_rows(
+        case.keys[case.table.rows(torch.tensor([0]), torch.arange(60)[None])[0]], keys, places, 4, False
+    )
+    assert places.max() * 32 > 1 << 31
+    case = case.in_fp8()
+    assert torch.equal(select(replace(case, keys=keys, table=table)), case.reference())
 
 
 def test_a_table_of_many_long_sequences_is_not_copied(select):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megaspan.ops.quant import encode_index_rows
-from tests.ops.index_topk_cases import MIB, make
+from megaspan.ops.quant import index_row_views
+from tests.ops.index_topk_cases import MIB, in_fp8_pages, make
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -44,8 +44,9 @@ def test_fp8_keys_tie_across_scales(select):
     query = torch.zeros(1, 2, width)
     query[..., 0] = 1.0
     case = replace(make([[length]], heads=2, topk=40), query=query, keys=keys, weights=torch.ones(1, 2))
-    assert len(set(encode_index_rows(keys, rotate=False)[:, width + 3].tolist())) > 1
-    assert select(case.in_fp8()).tolist() == [list(range(40))]
+    case = case.in_fp8()
+    assert len(index_row_views(case.keys, length)[1].unique()) > 1
+    assert select(case).tolist() == [list(range(40))]
 
 
 @pytest.mark.parametrize("flush", [False, True], ids=["", "flushing subnormals"])
@@ -53,8 +54,8 @@ def test_every_e4m3_value_in_order(select, flush):
     """Keys of the values 0 to 448, of which the least are subnormal, whatever the process does with those."""
     for topk in (1, 60, *range(119, 127)):
         order = torch.randperm(127, generator=torch.Generator().manual_seed(topk))
-        keys = encode_index_rows(torch.full((127, 8), 448.0), rotate=False)
-        keys[:, :8] = order[:, None]
+        keys = in_fp8_pages(torch.full((127, 8), 448.0), 128)
+        index_row_views(keys, 128)[0].view(torch.uint8)[0, :127] = order[:, None]
         case = make([[127]], heads=1, topk=topk)
         query, weights = torch.ones_like(case.query).bfloat16(), torch.ones_like(case.weights)
         case = replace(case, query=query, keys=keys, weights=weights)

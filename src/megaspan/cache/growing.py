@@ -6,6 +6,7 @@ from torch import Tensor
 from megaspan.config import ModelConfig
 from megaspan.model.batch import Batch
 from megaspan.ops.rows import RowTable
+from megaspan.ops.write_rows import IndexProjection, LatentProjection
 
 
 class GrowingCache:
@@ -15,6 +16,8 @@ class GrowingCache:
     capacity: tokens a sequence may hold before the storage is moved to one twice as large. dtype: of
     the latent rows. index_dtype: of the index keys (bf16 keys halve what the index scan reads).
     """
+
+    rotates_index = False
 
     def __init__(
         self,
@@ -47,11 +50,11 @@ class GrowingCache:
         starts = torch.arange(self.sequences, device=batch.token_ids.device) * self.capacity
         return RowTable(starts[:, None], page_size=self.capacity)
 
-    def write_latent(self, layer: int, batch: Batch, rows: Tensor) -> Tensor:
-        return self._write(self.latent[layer], batch, rows)
+    def write_latent(self, layer: int, batch: Batch, new: LatentProjection) -> Tensor:
+        return self._write(self.latent[layer], batch, new.rows)
 
-    def write_index(self, layer: int, batch: Batch, keys: Tensor) -> Tensor:
-        return self._write(self.index[layer], batch, keys)
+    def write_index(self, layer: int, batch: Batch, new: IndexProjection) -> Tensor:
+        return self._write(self.index[layer], batch, new.rows)
 
     def commit(self, batch: Batch) -> None:
         self.lengths = list(batch.total_lengths)

@@ -10,6 +10,7 @@ from torch import Tensor
 from megaspan.cache.pool import PagePools
 from megaspan.model.batch import Batch
 from megaspan.ops.rows import RowTable
+from megaspan.ops.write_rows import IndexProjection, LatentProjection, write_index_rows, write_latent_rows
 
 UNASSIGNED = -(2**62)  # in place of a page's first row: no offset makes it a row, so reading it fails
 
@@ -28,18 +29,30 @@ class PagedCache:
     The caller owns the pages and says with `assign` which of them a slot reads; `Batch.slots` says which
     slot each sequence is. The table is updated in place, so that a step costs the same at any length.
 
-    starts: [sequences, max_pages] int64, the first row of each page, on the pools' device.
+    starts: [sequences, max_pages] int64, the first row of each page, on the pools' device. scratch_slot:
+    where the pools have a scratch page, one slot more, whose every page is that one: sequences that only
+    fill up a batch have it.
     """
 
     def __init__(self, pools: PagePools, sequences: int, max_pages: int):
         self.pools, self.max_pages = pools, max_pages
-        self.starts = torch.full((sequences, max_pages), UNASSIGNED, dtype=torch.int64, device=pools.device)
+        self.scratch_slot = sequences if pools.scratch_page is not None else None
+        slots = sequences + (self.scratch_slot is not None)
+        self.starts = torch.full((slots, max_pages), UNASSIGNED, dtype=torch.int64, device=pools.device)
         self._array = self.starts.numpy() if self.starts.is_cpu else None
         self._table = RowTable(self.starts, pools.page_size)
-        self._capacity = [0] * sequences  # tokens that the assigned pages of each slot can hold
+        self._capacity = [0] * slots  # tokens that the assigned pages of each slot can hold
+        if pools.scratch_page is not None:
+            self.starts[sequences] = pools.scratch_page * pools.page_size
+            self._capacity[sequences] = self.reach
         self._restores: tuple[ReadyMarks, ...] = ()
         self._batch: Batch | None = None
         self._new_rows = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def reach(self) -> int:
+        """The most tokens that a sequence can have."""
+        return self.max_pages * self.pools.page_size
 
     def assign(self, slot: int, first_index: int, pages: Sequence[int]) -> None:
         """Make `pages` the slot's pages from `first_index` on; it has none after them.
@@ -77,20 +90,32 @@ class PagedCache:
 
     def table(self, batch: Batch) -> RowTable:
         """The whole table. ValueError for a slot whose pages cannot hold its sequence."""
-        for slot, length in zip(batch.table_rows, batch.total_lengths, strict=True):
-            if length > self._capacity[slot]:
-                raise ValueError(
-                    f"slot {slot} has pages for {self._capacity[slot]} tokens, but the batch needs {length}"
-                )
+        self.require_room(batch.table_rows, batch.total_lengths)
         self._batch = batch
         self._new_rows = self._table.rows(batch.sequence_ids, batch.positions[:, None])[:, 0]
         return self._table
 
-    def write_latent(self, layer: int, batch: Batch, rows: Tensor) -> Tensor:
-        return self._write("latent", layer, batch, rows)
+    def require_room(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """ValueError for a slot whose pages cannot hold so many tokens."""
+        for slot, length in zip(slots, lengths, strict=True):
+            if length > self._capacity[slot]:
+                raise ValueError(
+                    f"slot {slot} has pages for {self._capacity[slot]} tokens, but the batch needs {length}"
+                )
 
-    def write_index(self, layer: int, batch: Batch, keys: Tensor) -> Tensor:
-        return self._write("index", layer, batch, keys)
+    @property
+    def rotates_index(self) -> bool:
+        return self.pools.formats["index"].rotate
+
+    def write_latent(self, layer: int, batch: Batch, new: LatentProjection) -> Tensor:
+        rows = self._rows_to_write("latent", layer, batch)
+        write_latent_rows(new, rows, self._new_rows)
+        return rows
+
+    def write_index(self, layer: int, batch: Batch, new: IndexProjection) -> Tensor:
+        rows = self._rows_to_write("index", layer, batch)
+        write_index_rows(new, rows, self._new_rows, self.pools.page_size, self.rotates_index)
+        return rows
 
     def commit(self, batch: Batch) -> None:
         self._batch, self._restores = None, ()
@@ -101,7 +126,7 @@ class PagedCache:
             restore.wait(layer)
         return self.pools.rows(pool, layer)
 
-    def _write(self, pool: str, layer: int, batch: Batch, new: Tensor) -> Tensor:
+    def _rows_to_write(self, pool: str, layer: int, batch: Batch) -> Tensor:
         if batch is not self._batch:
             raise ValueError("rows of a batch are written, but its table was not asked for")
-        return self.rows(pool, layer).index_copy_(0, self._new_rows, self.pools.formats[pool].encode(new))
+        return self.rows(pool, layer)

@@ -32,6 +32,8 @@ class PagePools:
 
     storage: for "latent" and "index" one tensor [pages * page_size, stored width] for each of the
     pool's layers. segments: the same memory as bytes, in the order in which a forward pass reads it.
+    scratch_page: with `scratch`, a page behind the others for rows that nobody needs; it is never handed
+    out, and no segment has it. rotate_index: see `RowFormat`.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class PagePools:
         index_format: Format | None = None,
         device: str | torch.device = "cpu",
         mtp: bool = True,
+        scratch: bool = False,
+        rotate_index: bool = True,
     ):
         for name, value in (("pages", pages), ("page_size", page_size)):
             if value < 1:
@@ -50,14 +54,20 @@ class PagePools:
         self.page_size, self.device = page_size, torch.device(device)
         self.formats = {
             "latent": RowFormat.latent(config, latent_format),
-            "index": RowFormat.index(config, index_format or latent_format),
+            "index": RowFormat.index(config, index_format or latent_format, rotate_index),
         }
+        if self.formats["index"].name == "fp8" and page_size * config.index_head_dim % 4:
+            raise UserError(
+                f"page_size is {page_size}, but FP8 index keys of {config.index_head_dim} numbers need pages "
+                "of a multiple of 4 numbers: choose a page_size that is a multiple of 4"
+            )
         target = config.num_hidden_layers
         drafts = range(target, target + config.num_nextn_predict_layers) if mtp else ()
         self.layers = {"latent": (*range(target), *drafts), "index": (*config.full_layers, *drafts)}
+        self.scratch_page = pages if scratch else None
         self.storage = {
             pool: [
-                torch.empty(pages * page_size, form.stored_width, dtype=form.dtype, device=device)
+                torch.empty((pages + scratch) * page_size, form.stored_width, dtype=form.dtype, device=device)
                 for _ in self.layers[pool]
             ]
             for pool, form in self.formats.items()
@@ -66,7 +76,7 @@ class PagePools:
             (pool, layer): slot for pool, layers in self.layers.items() for slot, layer in enumerate(layers)
         }
         self.segments = [
-            Segment(pool, layer, self.rows(pool, layer).view(torch.uint8).view(pages, -1))
+            Segment(pool, layer, self.rows(pool, layer).view(torch.uint8).view(pages + scratch, -1)[:pages])
             for layer in self.layers["latent"]
             for pool in ("latent", "index")
             if (pool, layer) in self._slots

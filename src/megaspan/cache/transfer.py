@@ -13,6 +13,7 @@ from torch import Tensor
 from megaspan.cache.host import HostTier
 from megaspan.cache.jobs import Backup, Job, RemoveFiles, Restore, RestoreFailed, Save, Source
 from megaspan.cache.worker import Worker
+from megaspan.ops.page_copy import PageCopy
 
 if TYPE_CHECKING:
     from megaspan.cache.disk import DiskTier
@@ -47,7 +48,9 @@ class Transfers:
         self._last_segment = {segment.layer: number for number, segment in enumerate(self.segments)}
         self._device = self.segments[0].pages.device
         self._device_pages = [host.words(segment.pages) for segment in self.segments]
-        self._host_pages = host.columns(host.memory)
+        host_pages = host.columns(host.memory)
+        self._to_host = PageCopy(self._device_pages, host_pages)
+        self._from_host = PageCopy(host_pages, self._device_pages)
         self._finished: deque[Backup | Restore] = deque()
         self._unfinished: set[Backup | Restore] = set()  # not yet returned by `finished`
         self._open = self._saving = 0  # jobs; those of them that are no restores
@@ -177,19 +180,19 @@ class Transfers:
             self._saving -= not isinstance(job, Restore)
             self._changed.notify_all()
 
-    def _begin_segment(self, worker: Worker, job: Backup | Restore, segment: "Segment") -> None:
-        worker.progress(job)
-        if self.before_segment is not None:
-            self.before_segment(job, segment)
+    def _begin_segments(self, worker: Worker, job: Backup | Restore, numbers: range) -> None:
+        for number in numbers:
+            worker.progress(job)
+            if self.before_segment is not None:
+                self.before_segment(job, self.segments[number])
 
     def _back_up(self, job: Backup) -> None:
-        pages = torch.tensor(job.pages, device=self._device)
-        slots = torch.tensor(job.slots)
-        for number, segment in enumerate(self.segments):
-            self._begin_segment(self._backups, job, segment)
-            source, target = self._device_pages[number], self._host_pages[number]
-            for some_pages, some_slots in _in_parts(source, pages, slots):
-                target.index_copy_(0, some_slots, source.index_select(0, some_pages).cpu())
+        pages, slots = self._to_host.numbers(job.pages, job.slots)
+        for numbers in self._in_order([(self._to_host, pages, slots)]):
+            self._begin_segments(self._backups, job, numbers)
+            self._to_host.copy(numbers, pages, slots, STAGED_BYTES, self._backups.keep_pace)
+        if (copied := self._backups.event()) is not None:
+            copied.synchronize()
         for slot, (key, tokens) in zip(job.slots, job.entries, strict=False):
             self.save(slot, key, tokens, job.generation)
 
@@ -245,46 +248,33 @@ class Transfers:
 
     def _parts(
         self, job: Restore, first: int, stop: int, staged: Tensor
-    ) -> list[tuple[list[Tensor], Tensor, Tensor]]:
-        """What to copy: packed pages by segment, words [N, B]; which of them, [P]; into which pages, [P]."""
+    ) -> list[tuple[PageCopy, Tensor, Tensor]]:
+        """What copies, from the host and from what is staged; which packed pages [P]; into which [P]."""
         on_host = [number for number in range(first, stop) if job.sources[number].on_host]
         on_disk = [number for number in range(first, stop) if not job.sources[number].on_host]
         slots = [job.sources[number].slot for number in on_host]
+        from_staged = PageCopy(self.host.columns(staged), self._device_pages)
         return [
-            (
-                columns,
-                torch.tensor(rows),
-                torch.tensor([job.pages[number] for number in numbers]).to(self._device),
-            )
-            for columns, rows, numbers in (
-                (self._host_pages, slots, on_host),
-                (self.host.columns(staged), range(len(on_disk)), on_disk),
+            (copy, *copy.numbers(rows, [job.pages[number] for number in numbers]))
+            for copy, rows, numbers in (
+                (self._from_host, slots, on_host),
+                (from_staged, range(len(on_disk)), on_disk),
             )
             if numbers
         ]
 
-    def _copy_group(
-        self, job: Restore, parts: list[tuple[list[Tensor], Tensor, Tensor]], is_last: bool
-    ) -> None:
-        for number, segment in enumerate(self.segments):
-            self._begin_segment(self._restoring, job, segment)
-            target = self._device_pages[number]
-            for columns, rows, pages in parts:
-                for some_rows, some_pages in _in_parts(target, rows, pages):
-                    _copy_rows(columns[number].index_select(0, some_rows), target, some_pages)
-                    self._restoring.keep_pace()
+    def _copy_group(self, job: Restore, parts: list[tuple[PageCopy, Tensor, Tensor]], is_last: bool) -> None:
+        for numbers in self._in_order(parts):
+            self._begin_segments(self._restoring, job, numbers)
+            for copy, rows, pages in parts:
+                copy.copy(numbers, rows, pages, STAGED_BYTES, self._restoring.keep_pace)
             if is_last:
-                job.mark(number + 1, self._restoring.event())
+                event = self._restoring.event()
+                for number in numbers:
+                    job.mark(number + 1, event)
 
-
-def _in_parts(pages: Tensor, *numbers: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Numbers [P] of `pages`, words [N, B], by as many as may be copied at once."""
-    count = max(1, STAGED_BYTES // (pages.shape[1] * pages.element_size()))
-    return zip(*(each.split(count) for each in numbers), strict=True)
-
-
-def _copy_rows(rows: Tensor, pages: Tensor, numbers: Tensor) -> None:
-    """Set `pages[numbers]`, words [N, B] and [P], to `rows` [P, B] of host memory; on CUDA in this stream."""
-    if pages.is_cuda:
-        rows = rows.pin_memory().to(pages.device, non_blocking=True)
-    pages.index_copy_(0, numbers, rows)
+    def _in_order(self, parts: list[tuple[PageCopy, Tensor, Tensor]]) -> Iterator[range]:
+        """The segments in order, as many at once as all of the copies should take."""
+        count = min((copy.segments_at_once(len(pages)) for copy, pages, _ in parts), default=1)
+        for first in range(0, len(self.segments), count):
+            yield range(first, min(first + count, len(self.segments)))

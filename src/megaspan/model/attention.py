@@ -16,6 +16,7 @@ from megaspan.ops.linear import head_combine, head_linear
 from megaspan.ops.quant import decode_latent_rows
 from megaspan.ops.rows import RowTable
 from megaspan.ops.sparse_mla import sparse_mla, visible_mla
+from megaspan.ops.write_rows import LatentProjection
 
 
 class Attention(nn.Module):
@@ -57,11 +58,11 @@ class Attention(nn.Module):
             .split((self.nope_width, self.rope_width), dim=-1)
         )
         query_rope = rotation(query_rope)
-        new_rows = self.new_rows(hidden, rotation)
-        rows = cache.write_latent(self.layer, batch, new_rows)
+        new = self.new_rows(hidden, rotation)
+        rows = cache.write_latent(self.layer, batch, new)
         if self.indexer is not None:
             # Keys are written even when nothing is scored: a later token may look back at them.
-            keys = cache.write_index(self.layer, batch, self.indexer.keys(hidden, rotation))
+            keys = cache.write_index(self.layer, batch, self.indexer.new_keys(hidden, rotation))
             if not isinstance(selection, Everything):
                 selection = self.indexer(hidden, query_latent, keys, forward_pass)
         if forward_pass.observe is not None:
@@ -70,7 +71,7 @@ class Attention(nn.Module):
             )
         if isinstance(selection, Everything) and not self.invariant:
             query = torch.cat((query_nope, query_rope), dim=-1)
-            in_order = rows if rows is new_rows else self._visible(rows, forward_pass.table, batch, query)
+            in_order = rows if rows is new.rows else self._visible(rows, forward_pass.table, batch, query)
             values = self._attend_everything(query, in_order, batch)
         elif selection is not None:
             latent = self._attend(self.absorb(query_nope, query_rope), rows, selection, forward_pass)
@@ -79,10 +80,11 @@ class Attention(nn.Module):
             raise ValueError(f"layer {self.layer} is shared, but no selection was handed to it")
         return self.o_proj(values.flatten(1)), selection
 
-    def new_rows(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+    def new_rows(self, hidden: Tensor, rotation: Rotation) -> LatentProjection:
         """hidden [T, D] → latent rows [T, W]: the normed latent, then the rotated key shared by the heads."""
-        latent, key_rope = self.kv_a_proj_with_mqa(hidden).split((self.latent_rank, self.rope_width), dim=-1)
-        return torch.cat((self.kv_a_layernorm(latent), rotation(key_rope)), dim=-1)
+        norm = self.kv_a_layernorm
+        projected = self.kv_a_proj_with_mqa(hidden)
+        return LatentProjection(projected, norm.weight, norm.eps, rotation.turns, self.invariant)
 
     def absorb(self, query_nope: Tensor, query_rope: Tensor) -> Tensor:
         """[T, H, nope], [T, H, rope] → [T, H, W]: queries that meet the latent rows directly."""
@@ -103,7 +105,7 @@ class Attention(nn.Module):
         """
         device = table.starts.device
         places = [
-            table.rows(torch.tensor([slot], device=device), torch.arange(length, device=device)[None])
+            table.rows(torch.full((1,), slot, device=device), torch.arange(length, device=device)[None])
             for slot, length in zip(batch.table_rows, batch.total_lengths, strict=True)
         ]
         in_order = rows[torch.cat(places, dim=1)[0]]

@@ -1,7 +1,7 @@
 """The ragged batch: what one call of the model reads. A training pack and a serving step are both one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -72,6 +72,21 @@ class Batch:
     def total_lengths(self) -> tuple[int, ...]:
         """Cached and new tokens of each sequence."""
         return tuple(past + new for past, new in zip(self.past_lengths, self.query_lengths, strict=True))
+
+    @cached_property
+    def longest(self) -> int:
+        """The length of the longest sequence, cached and new tokens: no token sees more positions."""
+        return max(self.total_lengths, default=0)
+
+    def reading(self, positions: Tensor, sequence_ids: Tensor, visible: Tensor) -> "Batch":
+        """The same batch, but its tokens' numbers are what these tensors [T] hold whenever they are read.
+
+        A CUDA graph is captured over such a batch once and replayed for others. What is known without
+        looking into tensors must hold for all of them: past_lengths are then the most that there may be.
+        """
+        batch = replace(self)
+        vars(batch).update(positions=positions, sequence_ids=sequence_ids, visible=visible)
+        return batch
 
     def _repeated(self, values: Sequence[int]) -> Tensor:
         """[T] int64: each sequence's value at each of its tokens."""

@@ -28,14 +28,10 @@ def load_folder(
     """Read a Hugging Face `glm_moe_dsa` checkpoint folder into a model of the given kind.
 
     dtype: "float32", "bfloat16", or "auto": what the checkpoint says where the device multiplies it
-    fast, else float32. batch_invariant: see `set_batch_invariant`.
+    fast, else float32. device: "auto" is a GPU where there is one. batch_invariant: `set_batch_invariant`.
     Raises UserError when a file is missing, damaged, or of another architecture.
     """
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = "not one of PyTorch's" if "Expected one of" in str(error) else str(error).splitlines()[0]
-        raise UserError(f"no device {device!r} here: use cpu ({reason})") from None
+    device = resolve_device(device)
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: give the folder that holds config.json and the weights")
@@ -55,6 +51,18 @@ def save_folder(model: Transformer, path: str | Path, fp8: bool = False) -> None
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is not None:
         tokenizer.save(path)
+
+
+def resolve_device(device: str) -> str:
+    """The device itself, or for "auto" a GPU where there is one. UserError for one that is not here."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = "not one of PyTorch's" if "Expected one of" in str(error) else str(error).splitlines()[0]
+        raise UserError(f"no device {device!r} here: use cpu ({reason})") from None
+    return device
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: str) -> torch.dtype:

@@ -9,8 +9,9 @@ from megaspan.model.layers import Linear, Rotation
 from megaspan.model.selection import Selection
 from megaspan.ops.budget import working_memory
 from megaspan.ops.index_topk import index_topk
-from megaspan.ops.linear import linear
+from megaspan.ops.linear import linear_float32
 from megaspan.ops.quant import quantize_index_queries
+from megaspan.ops.write_rows import IndexProjection
 
 K_NORM_EPS = 1e-6  # fixed in every implementation, whatever rms_norm_eps says
 
@@ -36,21 +37,26 @@ class Indexer(nn.Module):
         self.k_norm = nn.LayerNorm(self.width, eps=K_NORM_EPS)
         self.weights_proj = Linear(config.hidden_size, self.heads)
 
-    def keys(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+    def new_keys(self, hidden: Tensor, rotation: Rotation) -> IndexProjection:
         """hidden [T, D] → index keys [T, index_head_dim], one for all heads."""
-        return rotation(self.k_norm(self.wk(hidden.detach())))
+        norm = self.k_norm
+        projected = self.wk(hidden.detach())
+        return IndexProjection(projected, norm.weight, norm.bias, norm.eps, rotation.turns, self.invariant)
+
+    def keys(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        """The same as they are scored, [T, index_head_dim]."""
+        return self.new_keys(hidden, rotation).rows
 
     def queries(self, hidden: Tensor, query_latent: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """hidden [T, D], query latent [T, q_lora_rank] → queries [T, heads, width], fp32 weights [T, heads].
 
         The scales of the heads and of the dot products are folded into the weights; ReLU commutes
-        with them. bf16 weights would reorder near ties, so they stay in float32.
+        with them. bf16 weights would reorder near ties, so their sums stay in float32.
         """
         query = self.wq_b(query_latent.detach()).view(-1, self.heads, self.width)
         scale = self.heads**-0.5 * self.width**-0.5
-        projection = self.weights_proj.weight.float()
-        weights = linear(hidden.detach().float(), projection, invariant=self.invariant) * scale
-        return rotation(query), weights
+        weights = linear_float32(hidden.detach(), self.weights_proj.weight, invariant=self.invariant)
+        return rotation(query), weights * scale
 
     def forward(
         self,
@@ -63,8 +69,8 @@ class Indexer(nn.Module):
         batch, table = forward_pass.batch, forward_pass.table
         with torch.no_grad():
             query, weights = self.queries(hidden, query_latent, forward_pass.rotation)
-            if keys.dtype == torch.uint8:  # FP8 rows, which the cache has rotated
-                query, weights = quantize_index_queries(query, weights)
+            if keys.dtype == torch.uint8:  # FP8 rows
+                query, weights = quantize_index_queries(query, weights, forward_pass.cache.rotates_index)
             else:
                 query = query.to(keys.dtype)
             positions = index_topk(
@@ -76,5 +82,7 @@ class Indexer(nn.Module):
                 batch.visible,
                 self.topk,
                 working_memory(keys.device),
+                query_lengths=batch.query_lengths,
+                longest=batch.longest,
             )
             return Selection(positions, table.rows(batch.sequence_ids, positions))

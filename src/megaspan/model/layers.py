@@ -6,7 +6,7 @@ A layer whose `invariant` is set gives a token the same bits whatever tokens sha
 import torch
 from torch import Tensor, nn
 
-from megaspan.ops.linear import linear, rms_norm
+from megaspan.ops.linear import add_rms_norm, linear, rms_norm
 from megaspan.ops.moe import swiglu
 from megaspan.ops.rotation import rotate, turns
 
@@ -23,6 +23,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self.weight, self.eps, invariant=self.invariant)
+
+    def after_adding(self, hidden: Tensor, addend: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden + addend, and the norm of that."""
+        return add_rms_norm(hidden, addend, self.weight, self.eps, invariant=self.invariant)
 
 
 class Linear(nn.Linear):

@@ -32,8 +32,7 @@ class DecoderLayer(nn.Module):
         forward_pass: ForwardPass,
     ) -> tuple[Tensor, Selection | Everything | None]:
         attended, selection = self.self_attn(self.input_layernorm(hidden), selection, forward_pass)
-        hidden = hidden + attended
-        normed = self.post_attention_layernorm(hidden)
+        hidden, normed = self.post_attention_layernorm.after_adding(hidden, attended)
         observed = isinstance(self.mlp, MoE)
         mixed = self.mlp(normed, forward_pass.observe) if observed else self.mlp(normed)
         return hidden + mixed, selection
@@ -102,9 +101,10 @@ class Transformer(nn.Module):
             hidden, selection = self.model.layers[layer](hidden, selection, forward_pass)
         return hidden, selection
 
-    def unembed(self, hidden: Tensor) -> Tensor:
-        """Final hidden states [T, D] → float32 logits [T, V]."""
-        return self.lm_head(hidden).float()
+    def unembed(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Final hidden states [T, D] → float32 logits [T, V], in `out` if there is one."""
+        logits = self.lm_head(hidden)
+        return logits.float() if out is None else out.copy_(logits)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

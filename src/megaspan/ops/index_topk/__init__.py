@@ -1,11 +1,14 @@
 """Select the rows each token attends to: the exact top-k of the lightning indexer (DeepSeek-V3.2)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from megaspan.ops.index_topk.blocked import index_topk_blocked
 from megaspan.ops.index_topk.native import index_topk_native, supports
 from megaspan.ops.index_topk.reference import index_topk_reference
+from megaspan.ops.quant import require_pages
 from megaspan.ops.rows import RowTable
 
 __all__ = ["index_topk", "index_topk_blocked", "index_topk_native", "index_topk_reference"]
@@ -20,6 +23,9 @@ def index_topk(
     visible: Tensor,
     topk: int,
     budget_bytes: int = 256 << 20,
+    *,
+    query_lengths: Sequence[int] | None = None,
+    longest: int | None = None,
 ) -> Tensor:
     """Select for each token the `topk` best positions of its sequence, exactly.
 
@@ -31,12 +37,15 @@ def index_topk(
         query: [T, H, D] fp32 or bf16.
         weights: [T, H] fp32, one weight for each head.
         keys: [N, D], dtype of the query, the rows that the table points into. Or uint8 [N, D + 4], FP8 rows
-            of `quant.encode_index_rows`; query and weights are then those of `quant.quantize_index_queries`.
+            of `quant.store_index_rows` in pages of `table.page_size`, where all starts of the table must be
+            multiples of it; query and weights are then those of `quant.quantize_index_queries`.
         table: where the rows of each of S sequences are.
         sequence_ids: [T] int64 in 0..S-1.
         visible: [T] int64, how many of its sequence's positions the token may see.
         topk: how many to select.
         budget_bytes: bound on working memory beyond arguments and result.
+        query_lengths, longest: what the host knows of `sequence_ids` (how many tokens in a row each sequence
+            has) and of `visible` (a bound), so that a GPU need not be asked.
 
     Returns:
         [T, topk] int32 positions, ascending, padded at the end with -1 where fewer are visible.
@@ -46,7 +55,14 @@ def index_topk(
         IndexError: a sequence, a length or a row is out of range.
     """
     _check(query, weights, keys, sequence_ids, visible)
+    if keys.dtype == torch.uint8:
+        require_pages(keys, table.page_size)
     arguments = (query, weights, keys, table, sequence_ids, visible, topk, budget_bytes)
+    if query.is_cuda:
+        from megaspan.ops.index_topk import gpu
+
+        if gpu.supports(query, keys):
+            return gpu.index_topk_gpu(*arguments, query_lengths, longest)
     return index_topk_native(*arguments) if supports(query, keys) else index_topk_blocked(*arguments)
 
 

@@ -10,7 +10,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from megaspan.ops.quant import split_index_rows
+from megaspan.ops.quant import load_index_rows
 from megaspan.ops.rows import RowTable
 
 LOWEST = torch.iinfo(torch.int64).min  # ranks below every packed score, -inf included
@@ -51,7 +51,9 @@ def index_topk_blocked(
             for begin in range(0, longest, block):
                 positions_B = torch.arange(begin, min(begin + block, longest), device=query.device)
                 rows_B = table.rows(torch.full_like(positions_B[:1], sequence), positions_B[None])[0]
-                packed_RB = _pack(_scores(query[tile], weights[tile], keys[rows_B]), positions_B)
+                keys_BD, scale_B = _gather(keys, rows_B, table.page_size)
+                scores_RB = _scores(query[tile], weights[tile], keys_BD)
+                packed_RB = _pack(scores_RB if scale_B is None else scores_RB.mul_(scale_B), positions_B)
                 packed_RB.masked_fill_(positions_B >= visible_R1, LOWEST)
                 best_RK = torch.cat((best_RK, packed_RB), 1).topk(topk, dim=1, sorted=False).values
             selected_TK[tile] = _positions(best_RK)
@@ -83,11 +85,16 @@ def _runs(sequence_ids: list[int]) -> list[tuple[int, int, int]]:
     return [(a, b, sequence_ids[a]) for a, b in itertools.pairwise(bounds)]
 
 
+def _gather(keys: Tensor, rows_B: Tensor, page_size: int) -> tuple[Tensor, Tensor | None]:
+    """Some keys [B, D], and of FP8 keys, which are then in bf16, the scales [B]."""
+    if keys.dtype != torch.uint8:
+        return keys[rows_B], None
+    values_BD, scale_B = load_index_rows(keys, rows_B, page_size)
+    return values_BD.bfloat16(), scale_B
+
+
 def _scores(query_RHD: Tensor, weights_RH: Tensor, keys_BD: Tensor) -> Tensor:
     """sum over heads of weight * relu(query . key), [R, B] fp32, one head at a time."""
-    if keys_BD.dtype == torch.uint8:
-        values_BD, scale_B = split_index_rows(keys_BD)
-        return _scores(query_RHD, weights_RH, values_BD.to(query_RHD.dtype)).mul_(scale_B)
     exact_bf16 = query_RHD.is_cuda and query_RHD.dtype == torch.bfloat16
     if not exact_bf16:
         query_RHD, keys_BD = query_RHD.float(), keys_BD.float()

@@ -34,14 +34,15 @@ enum { PAIRED = 0 };
 typedef struct {
     const char *query;           /* [tokens, heads, width], contiguous */
     const float *weights;        /* [tokens, heads] */
-    const char *keys;            /* [rows, width], rows key_stride bytes apart */
+    const char *keys;            /* [rows, width], rows key_stride bytes apart; FP8 keys lie page by page */
     const int64_t *starts;       /* [sequences, pages], first row of each page */
     const int64_t *sequence_ids; /* [tokens] */
     const int64_t *visible;      /* [tokens] */
     int32_t *selected;           /* [tokens, topk], the result */
     char *workspace;             /* index_topk_workspace() bytes, aligned to 64 */
     int64_t tokens, heads, width, rows, key_stride, sequences, pages, page_size, topk;
-    int64_t is_bf16, is_fp8; /* the dtype of the query; whether the keys are e4m3 values and an fp32 scale instead */
+    int64_t is_bf16, is_fp8; /* the dtype of the query; whether the keys are instead e4m3 values, and after those
+                                of a page's keys their fp32 scales */
     int64_t tile, groups, splits, chunk, threads; /* tokens a tile, groups a block, splits of `chunk` keys */
 } Problem;
 

@@ -75,26 +75,31 @@ INLINE void transpose(Words rows[LANES]) {
     if (LANES > 8) shuffle_pairs(rows, 8, part, part + 4);
 }
 
-/* Gather keys begin .. end - 1 of a sequence into groups; return 0 if the table points outside the rows. */
+/* Gather keys begin .. end - 1 of a sequence into groups; return 0 if the table points outside the rows, or, where
+   these are FP8, not at whole pages. */
 static int pack_keys(const Problem *p, int64_t sequence, int64_t begin, int64_t end, uint32_t *packed, float *scales) {
-    const int64_t steps = steps_of(p), row_bytes = p->key_stride;
+    const int64_t steps = steps_of(p), key_bytes = p->is_fp8 ? p->width : p->key_stride;
     const int64_t *starts = p->starts + sequence * p->pages;
     int64_t page = begin / p->page_size, offset = begin % p->page_size;
     for (int64_t first = begin; first < end; first += LANES) {
         const char *row[LANES];
         for (int i = 0; i < LANES; i++) {
             if (first + i < end) {
-                int64_t number = starts[page] + offset;
+                int64_t start = starts[page], number = start + offset;
                 if (number < 0 || number >= p->rows) return 0;
-                row[i] = p->keys + number * row_bytes;
-                for (int64_t line = 0; line < row_bytes; line += 64)
-                    __builtin_prefetch(row[i] + GROUP * row_bytes + line); /* read while this group is scored */
+                const char *first_key = p->keys + start * p->key_stride;
+                row[i] = first_key + offset * key_bytes;
+                for (int64_t line = 0; line < key_bytes; line += 64)
+                    __builtin_prefetch(row[i] + GROUP * key_bytes + line); /* read while this group is scored */
+                if (p->is_fp8) {
+                    if ((!offset || first + i == begin) && start % p->page_size) return 0;
+                    memcpy(scales + first - begin + i, first_key + p->page_size * key_bytes + offset * 4, 4);
+                }
                 if (++offset == p->page_size) page++, offset = 0;
             } else
                 row[i] = row[0]; /* a lane whose score nobody reads */
         }
         int64_t lane = first - begin;
-        for (int i = 0; p->is_fp8 && i < LANES; i++) memcpy(scales + lane + i, row[i] + p->width, sizeof *scales);
         uint32_t *target = packed + lane / GROUP * GROUP * steps + lane % GROUP;
         for (int64_t step = 0; step < steps; step += LANES) {
             Words rows[LANES];

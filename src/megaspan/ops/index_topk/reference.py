@@ -21,7 +21,8 @@ def index_topk_reference(
     for token in range(len(query)):
         positions_L = torch.arange(int(visible[token]), device=query.device)
         rows_L = table.rows(sequence_ids[token, None], positions_L[None])[0]
-        keys_LD = decode_index_rows(keys[rows_L]) if keys.dtype == torch.uint8 else keys[rows_L].float()
+        is_fp8 = keys.dtype == torch.uint8
+        keys_LD = decode_index_rows(keys, rows_L, table.page_size) if is_fp8 else keys[rows_L].float()
         products_HL = query[token].float() @ keys_LD.T
         scores_L = (weights[token].float()[:, None] * products_HL.relu()).sum(0)
         scores_L = scores_L.where(~scores_L.isnan(), -torch.inf)

@@ -13,8 +13,10 @@ from megaspan.ops.quant.index_rows import (
     decode_index_rows,
     dequantize_rows,
     hadamard,
+    index_row_views,
+    load_index_rows,
     quantize_rows,
-    split_index_rows,
+    require_pages,
 )
 from megaspan.ops.quant.latent_rows import decode_latent_rows, latent_row_bytes
 from megaspan.ops.quant.reference import BLOCK
@@ -26,14 +28,16 @@ __all__ = [
     "decode_latent_rows",
     "dequantize_blocks",
     "dequantize_rows",
-    "encode_index_rows",
     "encode_latent_rows",
     "hadamard",
+    "index_row_views",
     "latent_row_bytes",
+    "load_index_rows",
     "quantize_blocks",
     "quantize_index_queries",
     "quantize_rows",
-    "split_index_rows",
+    "require_pages",
+    "store_index_rows",
 ]
 
 block_grid = vectorised.block_grid
@@ -51,6 +55,11 @@ def quantize_blocks(weight: Tensor, uniform_uneven: bool = False) -> tuple[Tenso
 
     Raises ValueError for a weight that holds NaN or infinity.
     """
+    if weight.is_cuda and not (uniform_uneven and any(side % BLOCK for side in weight.shape)):
+        from megaspan.ops.quant import gpu_blocks
+
+        if weight.dtype in gpu_blocks.DTYPES:
+            return gpu_blocks.quantize_blocks_gpu(weight)
     scale_inv = vectorised.block_scales(weight)
     if uniform_uneven:
         for side in (0, 1):
@@ -64,6 +73,10 @@ def dequantize_blocks(quantized: Tensor, scale_inv: Tensor, dtype: torch.dtype =
 
     Raises ValueError when the grid of scales does not fit the weight.
     """
+    if quantized.is_cuda:
+        from megaspan.ops.quant.gpu_blocks import dequantize_blocks_gpu
+
+        return dequantize_blocks_gpu(quantized, scale_inv, dtype)
     return vectorised.dequantize_blocks(quantized, scale_inv, dtype)
 
 
@@ -73,13 +86,23 @@ def encode_latent_rows(rows: Tensor, latent_rank: int) -> Tensor:
     return version.encode_latent_rows(rows, latent_rank)
 
 
-def encode_index_rows(keys: Tensor, rotate: bool = True) -> Tensor:
-    """Turn index keys [T, D] of any float dtype into bytes uint8 [T, D + 4]; see `index_rows`."""
+def store_index_rows(
+    keys: Tensor, storage: Tensor, places: Tensor, page_size: int, rotate: bool = True
+) -> None:
+    """Round index keys [T, D] to the rows `places` [T] of uint8 storage [N, D + 4]; see `index_rows`."""
+    if keys.shape != (len(places), storage.shape[1] - 4):
+        raise ValueError(
+            f"keys {list(keys.shape)} do not fit {len(places)} places in storage {list(storage.shape)}"
+        )
     version = native if native.supports(keys) else index_rows
-    return version.encode_index_rows(keys, rotate)
+    version.store_index_rows(keys, storage, places, page_size, rotate)
 
 
 def quantize_index_queries(query: Tensor, weights: Tensor, rotate: bool = True) -> tuple[Tensor, Tensor]:
     """Round queries [T, H, D] to e4m3 in bf16, their scales folded into weights [T, H]; see `index_rows`."""
+    if query.is_cuda:
+        from megaspan.ops.quant.gpu_rows import quantize_index_queries_gpu
+
+        return quantize_index_queries_gpu(query, weights, rotate)
     version = native if native.supports(query) else index_rows
     return version.quantize_index_queries(query, weights, rotate)

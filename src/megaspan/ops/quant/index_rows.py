@@ -3,12 +3,15 @@
 The rows of DeepSeek-V3.2's lightning indexer, which GLM-5.2 keeps (arXiv 2512.02556): 128 values and a
 scale make 132 bytes. The rotation of query and key leaves their dot product as it is and spreads what a few
 large dimensions hold over all of them, so that the rounding of those few does not decide the score.
+
+Rows lie in pages: first the values of all rows of the page, then their scales. So a row's values begin at a
+multiple of their own width, and hardware that loads 16 bytes at a time can load them.
 """
 
 import torch
 from torch import Tensor
 
-from megaspan.ops.quant.latent_rows import LARGEST, copied_as, largest_magnitude
+from megaspan.ops.quant.latent_rows import LARGEST, largest_magnitude
 from megaspan.ops.quant.reference import E4M3_MAX
 
 LEAST_EXPONENT = -126  # of a float32 that is not subnormal
@@ -57,27 +60,59 @@ def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
     return values.float() * scale[:, None]
 
 
-def encode_index_rows(keys: Tensor, rotate: bool = True) -> Tensor:
-    """Turn index keys [T, D] of any float dtype into bytes uint8 [T, D + 4]: e4m3 values, then the scale.
+def require_pages(storage: Tensor, page_size: int) -> None:
+    """ValueError where storage uint8 [N, D + 4] is not contiguous whole pages whose scales are aligned."""
+    rows, width = len(storage), storage.shape[1] - 4
+    if not storage.is_contiguous() or rows % page_size:
+        raise ValueError(f"{rows} FP8 index rows must be contiguous, and whole pages of {page_size}")
+    if page_size * width % 4:
+        raise ValueError(
+            f"a page of FP8 index rows needs values that are a multiple of 4, not {page_size} x {width}: "
+            "choose another page size"
+        )
 
-    With `rotate` keys are rotated first, unless D is no power of two. Nothing is refused, as serving must not
-    stop for one bad number: NaN stays NaN, whose score counts as -inf, and infinity saturates. A row's bytes
-    depend on no other row.
+
+def index_row_views(storage: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Storage of FP8 rows as what it holds: e4m3 values [P, page_size, D] and fp32 scales [P, page_size].
+
+    storage: uint8 [P * page_size, D + 4]. Raises ValueError as `require_pages`.
     """
+    require_pages(storage, page_size)
+    width = storage.shape[1] - 4
+    pages = storage.view(len(storage) // page_size, page_size * (width + 4))
+    values, scales = pages.split((page_size * width, page_size * 4), 1)
+    return values.view(torch.float8_e4m3fn).unflatten(1, (page_size, width)), scales.view(torch.float32)
+
+
+def store_index_rows(
+    keys: Tensor, storage: Tensor, places: Tensor, page_size: int, rotate: bool = True
+) -> None:
+    """Round index keys [T, D] of any float dtype to the rows `places` [T] int64 of `storage`.
+
+    storage: see `index_row_views`. With `rotate` keys are rotated first, unless D is no power of two. Nothing
+    is refused, as serving must not stop for one bad number: NaN stays NaN, whose score counts as -inf, and
+    infinity saturates. A row's bytes depend on no other row.
+    Raises ValueError for storage that does not fit and, on a CPU, IndexError for a row that it does not have.
+    """
+    values, scales = index_row_views(storage, page_size)
+    if places.is_cpu and (places < 0).any():
+        raise IndexError("a row is to be stored outside the storage")
     scaled, scale = _scaled(_rotated(keys) if rotate else keys.float())
-    values = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.cat((values, copied_as(scale[:, None], torch.uint8)), 1)
+    page_and_slot = places // page_size, places % page_size
+    values[page_and_slot] = scaled.to(torch.float8_e4m3fn)
+    scales[page_and_slot] = scale
 
 
-def split_index_rows(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes uint8 [N, D + 4] as e4m3 values [N, D], a view, and scales fp32 [N], a copy."""
-    values, scale = packed.split((packed.shape[1] - 4, 4), 1)
-    return values.view(torch.float8_e4m3fn), copied_as(scale, torch.float32)[:, 0]
+def load_index_rows(storage: Tensor, places: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Copy the rows `places` [K] int64: e4m3 values [K, D] and fp32 scales [K]. See `index_row_views`."""
+    values, scales = index_row_views(storage, page_size)
+    page_and_slot = places // page_size, places % page_size
+    return values[page_and_slot], scales[page_and_slot]
 
 
-def decode_index_rows(packed: Tensor) -> Tensor:
-    """Turn bytes uint8 [N, D + 4] back into fp32 [N, D]; rotated rows stay rotated."""
-    return dequantize_rows(*split_index_rows(packed))
+def decode_index_rows(storage: Tensor, places: Tensor, page_size: int) -> Tensor:
+    """The rows `places` [K] int64 of FP8 storage in fp32 [K, D]; rotated rows stay rotated."""
+    return dequantize_rows(*load_index_rows(storage, places, page_size))
 
 
 def quantize_index_queries(query: Tensor, weights: Tensor, rotate: bool = True) -> tuple[Tensor, Tensor]:

@@ -19,11 +19,13 @@ enum { GROUP = 128, LEAST_EXPONENT = -126 };
 
 typedef struct {
     const char *rows;         /* [count, width], contiguous */
-    uint8_t *packed;          /* [count, bytes of a row] */
+    uint8_t *packed;          /* [count, bytes of a row]; of index rows the pages */
+    const int64_t *places;    /* [count], where index rows go */
     const float *weights;     /* [count], of queries */
     float *folded;            /* [count], weights times scales */
     int64_t count, width;
     int64_t latent_rank;      /* of latent rows */
+    int64_t page_size, storage_rows; /* of the storage of index rows */
     int32_t is_bf16, rotates; /* the dtype of the rows; whether index rows and queries are rotated */
     int32_t threads;
 } Call;
@@ -144,11 +146,13 @@ static int for_each_row(const Call *call, void (*finish)(const Call *, int64_t, 
     return failed;
 }
 
+/* In each page the values of all its rows, then their scales. */
 static void finish_key(const Call *call, int64_t row, float *values) {
-    uint8_t *packed = call->packed + row * (call->width + 4);
+    const int64_t page = call->places[row] / call->page_size, slot = call->places[row] % call->page_size;
+    uint8_t *start = call->packed + page * call->page_size * (call->width + 4), *packed = start + slot * call->width;
     const float scale = scaled(call, row, values);
     for (int64_t i = 0; i < call->width; i++) packed[i] = round_to_e4m3(values[i]);
-    memcpy(packed + call->width, &scale, sizeof scale);
+    memcpy(start + call->page_size * call->width + slot * sizeof scale, &scale, sizeof scale);
 }
 
 /* A query's e4m3 values are kept in bf16, which has them exactly. */
@@ -164,6 +168,11 @@ static void finish_query(const Call *call, int64_t row, float *values) {
     }
 }
 
-int encode_index_rows(const Call *call) { return for_each_row(call, finish_key); }
+/* Returns 2 if a place is outside the storage. */
+int store_index_rows(const Call *call) {
+    for (int64_t row = 0; row < call->count; row++)
+        if (call->places[row] < 0 || call->places[row] >= call->storage_rows) return 2;
+    return for_each_row(call, finish_key);
+}
 
 int quantize_index_queries(const Call *call) { return for_each_row(call, finish_query); }

@@ -37,7 +37,9 @@ def encode_latent_rows(rows: Tensor, latent_rank: int) -> Tensor:
     groups = scale_count(latent_rank)
     padded_TGV = F.pad(latent, (0, groups * GROUP - latent_rank)).unflatten(1, (groups, GROUP))
     largest_TG = largest_magnitude(padded_TGV).clamp_(max=LARGEST)
-    scale_TG = (largest_TG / E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny).where(largest_TG > 0, 1.0)
+    # By a tensor: on a GPU, division by a number is multiplication with its inverse, which rounds otherwise.
+    scale_TG = largest_TG / torch.full_like(largest_TG, E4M3_MAX)
+    scale_TG = scale_TG.clamp_(min=torch.finfo(torch.float32).tiny).where(largest_TG > 0, 1.0)
     scaled_TGV = (padded_TGV / scale_TG[..., None]).clamp_(-E4M3_MAX, E4M3_MAX)
     values = scaled_TGV.flatten(1)[:, :latent_rank].to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.cat((values, copied_as(scale_TG, torch.uint8), copied_as(rope, torch.uint8)), 1)

@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from megaspan.ops import native
+from megaspan.ops.quant import index_rows
 from megaspan.ops.quant.latent_rows import latent_row_bytes
 
 # With fewer values, waking a second thread takes longer than it saves.
 WORTH_THREADS = 50_000
+OUTSIDE = 2  # what store_index_rows returns for a place that the storage does not have
 
 
 class _Call(ctypes.Structure):
     """Mirror of Call in kernel.c."""
 
     _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("rows", "packed", "weights", "folded")],
-        *[(name, ctypes.c_int64) for name in ("count", "width", "latent_rank")],
+        *[(name, ctypes.c_void_p) for name in ("rows", "packed", "places", "weights", "folded")],
+        *[(name, ctypes.c_int64) for name in ("count", "width", "latent_rank", "page_size", "storage_rows")],
         *[(name, ctypes.c_int32) for name in ("is_bf16", "rotates", "threads")],
     )
 
@@ -42,11 +44,21 @@ def encode_latent_rows(rows: Tensor, latent_rank: int) -> Tensor:
     return packed
 
 
-def encode_index_rows(keys: Tensor, rotate: bool = True) -> Tensor:
-    """As `index_rows.encode_index_rows`, on the CPU."""
-    packed = torch.empty(len(keys), keys.shape[1] + 4, dtype=torch.uint8)
-    _run("encode_index_rows", keys, packed, rotates=_rotates(keys, rotate))
-    return packed
+def store_index_rows(
+    keys: Tensor, storage: Tensor, places: Tensor, page_size: int, rotate: bool = True
+) -> None:
+    """As `index_rows.store_index_rows`, on the CPU."""
+    index_rows.require_pages(storage, page_size)
+    places = places.contiguous()
+    sizes = {"page_size": page_size, "storage_rows": len(storage)}
+    _run(
+        "store_index_rows",
+        keys,
+        storage,
+        places=places.data_ptr(),
+        rotates=_rotates(keys, rotate),
+        **sizes,
+    )
 
 
 def quantize_index_queries(query: Tensor, weights: Tensor, rotate: bool = True) -> tuple[Tensor, Tensor]:
@@ -78,5 +90,8 @@ def _run(name: str, rows: Tensor, packed: Tensor, **others: int) -> None:
         threads=torch.get_num_threads() if rows.numel() > WORTH_THREADS else 1,
         **others,
     )
-    if getattr(library, name)(ctypes.byref(call)):
+    failure = getattr(library, name)(ctypes.byref(call))
+    if failure == OUTSIDE:
+        raise IndexError("a row is to be stored outside the storage")
+    if failure:
         raise MemoryError(f"no memory for the scratch space of {name}")

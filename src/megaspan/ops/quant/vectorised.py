@@ -20,7 +20,8 @@ def block_scales(weight: Tensor) -> Tensor:
     largest = of_rows.view(rows, BLOCK, columns).amax(1).float()
     if not torch.isfinite(largest).all():
         raise ValueError("a weight with NaN or infinity cannot be quantised")
-    scales = (largest / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    # By a tensor: on a GPU, division by a number is multiplication with its inverse, which rounds otherwise.
+    scales = (largest / torch.full_like(largest, E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
     return scales.where(largest > 0, 1.0)
 
 
