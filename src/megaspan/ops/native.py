@@ -66,16 +66,16 @@ def _flags() -> tuple[str, ...]:
 
 def _fingerprint(source: Path, compiler: str) -> str:
     version = subprocess.run([compiler, "-v"], capture_output=True, text=True, check=False).stderr
-    parts = (*_texts(source), " ".join(_flags()), version, _processor(), torch.__version__)
+    parts = (*texts(source), " ".join(_flags()), version, _processor(), torch.__version__)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _texts(file: Path) -> Iterator[str]:
+def texts(file: Path) -> Iterator[str]:
     """The text of a C file and of the headers beside it that it includes, directly or through another."""
     text = file.read_text()
     yield text
     for header in re.findall(r'^\s*#\s*include\s+"(.+?)"', text, re.MULTILINE):
-        yield from _texts(file.parent / header)
+        yield from texts(file.parent / header)
 
 
 def _processor() -> str:
