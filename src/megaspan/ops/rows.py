@@ -19,8 +19,12 @@ class RowTable:
     def rows(self, sequence_ids: Tensor, positions: Tensor) -> Tensor:
         """Turn positions [T, K] of the sequences [T] into int64 row numbers [T, K]; -1 stays -1.
 
-        IndexError for a sequence that is not in the table.
+        IndexError for a sequence that is not in the table; a GPU does not check it, which would make it wait.
         """
+        if self.starts.is_cuda:
+            from megaspan.ops.rows_gpu import rows_gpu
+
+            return rows_gpu(self.starts, self.page_size, sequence_ids, positions)
         positions_TK = positions.long()
         if self.starts.shape[1] == 1:  # one page: a contiguous cache
             first_T1 = self.starts.index_select(0, sequence_ids)
