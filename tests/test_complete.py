@@ -22,6 +22,12 @@ SPECIALS = ["<|repository|>", "<|file|>", "<|endoftext|>"]
 END, FILE = 258, 257
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is checked here are figures of main memory."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A model folder with a tokenizer of bytes and the debug config, but no weights."""
@@ -154,7 +160,7 @@ def test_context_is_what_fits_unless_it_is_asked(
     for name in "abc":
         (repo / f"{name}.py").write_text("0123456789" * 200)
     config = ModelConfig.from_json(model)
-    fixed = memory.fixed_memory(config, "float32", job.CHUNK)
+    fixed = memory.fixed_memory(config, "float32", job.CHUNKS["cpu"])
     row = cache_bytes_per_token(config, "float32", mtp=False)
     free = fixed + 1100 * row
     monkeypatch.setattr(memory, "available_memory", lambda: free)
@@ -251,3 +257,20 @@ def test_needed_memory_grows_by_the_rows_of_full_and_shared_layers() -> None:
     rows = 12 * (128 + 16) + 5 * 32
     shorter, longer = (memory.needed_memory(config, "bfloat16", tokens, 512) for tokens in (1000, 1001))
     assert longer - shorter == 2 * rows
+
+
+def test_a_gpu_is_taken_where_there_is_one(model: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory and not the machine's then bounds the context, and the report says where it ran."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr(memory, "available_memory", lambda: 0)
+    request = job.Request(model=model, repo=repo, file="a.py")
+    completion, _, _ = run(monkeypatch, request, [*b"\n", END])
+    assert completion.to_dict()["device"] == "cuda"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 40))
+    with pytest.raises(UserError, match="none fits beside the weights"):
+        run(monkeypatch, request, [])
+    with pytest.raises(UserError, match="none fits beside the weights"):
+        run(monkeypatch, job.Request(model=model, repo=repo, file="a.py", device="cpu"), [])
+    with pytest.raises(UserError, match="no device 'gpu' here"):
+        run(monkeypatch, job.Request(model=model, repo=repo, file="a.py", device="gpu"), [])

@@ -1,12 +1,16 @@
 """What an engine's settings may be, said before anything is allocated."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from megaspan.config import ModelConfig
 from megaspan.costs.memory import GIB, cache_bytes_per_token
 from megaspan.engine.config import EngineConfig
+from megaspan.engine.memory import gpu_room
 from megaspan.errors import UserError
 from tests.engine.engines import debug_model, make_engine
 
@@ -63,6 +67,33 @@ def test_pages_come_from_memory_or_as_asked_for():
     assert EngineConfig(host_pages=3).tier_pages(GIB // 10) == 3
     with pytest.raises(UserError, match="less than one page"):
         EngineConfig(cache_gib=0.5).device_pages(GIB)
+    assert EngineConfig().device_pages(GIB // 10) == 20
+
+
+def test_pages_of_a_device_whose_room_is_known():
+    """All of it unless less is asked for; what does not fit is refused before a step runs out of it."""
+    assert EngineConfig().device_pages(GIB, room=5 * GIB + 1) == 5
+    assert EngineConfig(cache_gib=3.0).device_pages(GIB, room=5 * GIB) == 3
+    assert EngineConfig(pages=2).device_pages(GIB, room=5 * GIB) == 2
+    for config in (EngineConfig(cache_gib=6.0), EngineConfig(pages=6)):
+        with pytest.raises(UserError, match=r"needs 6.000 GiB, but the device has 5.500 beside weights"):
+            config.device_pages(GIB, room=11 * GIB // 2)
+    with pytest.raises(UserError, match=r"needs 1.000 GiB, but the device has 0.000 beside weights"):
+        EngineConfig().device_pages(GIB, room=-GIB)
+
+
+def test_room_on_a_gpu_is_what_is_free_beside_what_steps_need(monkeypatch):
+    """Larger chunks, more requests and a wider vocabulary need more."""
+    free = 100 * GIB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 141 * GIB))
+    real = ModelConfig.preset("glm-5.2")
+    model: Any = SimpleNamespace(config=real, lm_head=SimpleNamespace(weight=torch.empty(0)))
+    room = gpu_room(model, EngineConfig())
+    assert free - 16 * GIB < room < free - 4 * GIB
+    assert gpu_room(model, EngineConfig(max_chunk=8192)) < room - GIB
+    assert gpu_room(model, EngineConfig(max_running=256)) < room
+    free = 101 * GIB
+    assert gpu_room(model, EngineConfig()) == room + GIB
 
 
 def test_the_shortest_limit_of_the_context_holds():

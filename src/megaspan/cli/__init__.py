@@ -54,6 +54,7 @@ def complete(
     seed: Annotated[int, typer.Option(help="Of the random numbers above temperature 0.")] = 0,
     dtype: Annotated[DType, typer.Option(help="What to compute in.")] = DType.auto,
     index_dtype: Annotated[DType, typer.Option(help="Of the index keys; auto: the model's.")] = DType.auto,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
@@ -77,6 +78,7 @@ def complete(
         seed=seed,
         dtype=dtype.value,
         index_dtype=index_dtype.value,
+        device=device,
         threads=threads,
     )
     console = Console(stderr=True)

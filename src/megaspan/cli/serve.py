@@ -14,7 +14,7 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen at; 0 for any free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; the folder's name.")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="Key that clients must send; may repeat.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[DType, typer.Option(help="What to compute in.")] = DType.auto,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Same bits whatever shares the batch; slower.")
@@ -22,7 +22,9 @@ def serve(
     max_context: Annotated[int | None, typer.Option(help="Most tokens of a request.")] = None,
     max_running: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
     max_waiting: Annotated[int, typer.Option(help="Requests that may queue.")] = 256,
-    cache_gib: Annotated[float, typer.Option(help="GiB for cached rows on the device.")] = 2.0,
+    cache_gib: Annotated[
+        float | None, typer.Option(help="GiB for cached rows on the device; 2 on a CPU, the rest of a GPU.")
+    ] = None,
     latent_rows: Annotated[str, typer.Option(help="auto, float32, bfloat16 or fp8.")] = "auto",
     index_rows: Annotated[str, typer.Option(help="auto, float32, bfloat16 or fp8.")] = "auto",
     host_gib: Annotated[float, typer.Option(help="GiB of the tier in host memory; 0: none.")] = 0.0,

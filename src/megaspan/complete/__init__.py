@@ -5,10 +5,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -19,12 +20,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+import megaspan
 from megaspan.complete.healing import Healing, split_blank_end
-from megaspan.complete.memory import check_memory, fitting_context
+from megaspan.complete.memory import check_memory, fitting_context, kind_of
 from megaspan.complete.report import Completion
 from megaspan.config import ModelConfig
 from megaspan.costs.memory import Format
+from megaspan.engine.generation import CHUNKS, Generation, sample
 from megaspan.errors import UserError
+from megaspan.model.folder import resolve_device, resolve_dtype
 from megaspan.repository import (
     Prompt,
     decode,
@@ -37,7 +41,6 @@ from megaspan.repository import (
 from megaspan.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 32768
-CHUNK = 512
 MOST_THREADS = 1024
 REPOSITORY, END_OF_FILE = "<|repository|>", "<|file|>"
 
@@ -47,6 +50,7 @@ class Request:
     """What to complete, and how. Either `repo` and `file`, or `prompt_file` ("-" is standard input).
 
     index_dtype: of the index keys, "auto" for the model's: bfloat16 keys halve what a float32 model scans.
+    device: "auto" is a GPU where there is one.
     context: most prompt tokens; default 32768 or what fits in memory for a repository, all of a prompt file.
     """
 
@@ -61,6 +65,7 @@ class Request:
     seed: int = 0
     dtype: str = "auto"
     index_dtype: str = "auto"
+    device: str = "auto"
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +95,7 @@ def complete(
     Ctrl-C while reading or generating ends it early, with what there is. Raises UserError for bad input,
     before the work starts.
     """
+    request = replace(request, device=resolve_device(request.device))
     if not request.model.is_dir():
         raise UserError(f"no model at {request.model}: give --model a folder with config.json and weights")
     config = ModelConfig.from_json(request.model)
@@ -122,22 +128,15 @@ def complete(
 
 def open_generation(request: Request, dtype: str, capacity: int) -> Any:
     """Load the model, and give it a cache for `capacity` tokens."""
-    import torch
-
-    import megaspan
-    from megaspan.engine.generation import Generation
-
     if request.threads is not None:
         torch.set_num_threads(request.threads)
-    model = megaspan.load(request.model, dtype=dtype)
+    model = megaspan.load(request.model, dtype=dtype, device=request.device)
     index_dtype = getattr(torch, dtype if request.index_dtype == "auto" else request.index_dtype)
-    return Generation(model, capacity=capacity, chunk=CHUNK, index_dtype=index_dtype)
+    return Generation(model, capacity, index_dtype=index_dtype)
 
 
 def _dtype(request: Request, config: ModelConfig) -> Format:
-    from megaspan.model.folder import resolve_dtype
-
-    return cast(Format, str(resolve_dtype(request.dtype, config, "cpu")).removeprefix("torch."))
+    return cast(Format, str(resolve_dtype(request.dtype, config, request.device)).removeprefix("torch."))
 
 
 def _tokenizer(request: Request, config: ModelConfig) -> Tokenizer:
@@ -156,7 +155,7 @@ def _tokenizer(request: Request, config: ModelConfig) -> Tokenizer:
 
 
 def _settings(request: Request, dtype: str) -> dict[str, Any]:
-    names = ("repo", "file", "line", "prompt_file", "max_tokens", "temperature", "seed", "threads")
+    names = ("repo", "file", "line", "prompt_file", "max_tokens", "temperature", "seed", "device", "threads")
     settings = {name: getattr(request, name) for name in names}
     paths = {"model": str(request.model), "repo": request.repo and str(request.repo)}
     return {**settings, **paths, "dtype": dtype}
@@ -173,7 +172,7 @@ def _prompt(
         text, blank_end = split_blank_end(_prompt_text(request.prompt_file))
         token_ids = tokenizer.encode(text)
         _check_length(len(token_ids), request, config)
-        check_memory(config, dtype, len(token_ids), request.max_tokens, CHUNK)
+        check_memory(config, dtype, len(token_ids), *_room(request))
         return Prompt(token_ids, (), (), None), blank_end
     assert request.repo is not None
     assert request.file is not None
@@ -222,9 +221,14 @@ def _context(request: Request, config: ModelConfig, dtype: Format) -> int:
             f"than the model's {config.max_position_embeddings:,} positions: lower one of them"
         )
     if request.context is None:
-        return fitting_context(config, dtype, min(DEFAULT_CONTEXT, most), request.max_tokens, CHUNK)
-    check_memory(config, dtype, request.context, request.max_tokens, CHUNK)
+        return fitting_context(config, dtype, min(DEFAULT_CONTEXT, most), *_room(request))
+    check_memory(config, dtype, request.context, *_room(request))
     return request.context
+
+
+def _room(request: Request) -> tuple[int, int, str]:
+    """What the need of memory depends on beside the prompt: new tokens, chunk, device."""
+    return request.max_tokens, CHUNKS[kind_of(request.device)], request.device
 
 
 # --- the work --------------------------------------------------------------------------------------------
@@ -263,10 +267,6 @@ def _generate(
     write: Callable[[str], None],
 ) -> None:
     """Sample, write and read back token by token, until the file or text ends or max_tokens is reached."""
-    import torch
-
-    from megaspan.engine.generation import sample
-
     ends = {*completion.config.eos_token_id, tokenizer.special_tokens.get(END_OF_FILE)}
     generator = torch.Generator().manual_seed(request.seed)
     stream = tokenizer.stream()

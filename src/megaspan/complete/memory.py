@@ -4,47 +4,52 @@ import os
 from pathlib import Path
 
 from megaspan.config import ModelConfig
-from megaspan.costs.memory import Format, cache_bytes_per_token, weight_bytes
+from megaspan.costs.memory import Format, activation_bytes, cache_bytes_per_token, weight_bytes
 from megaspan.errors import UserError
 from megaspan.ops.budget import BYTES
 
 MIB = 1 << 20
-SCRATCH = BYTES["cpu"]  # working memory that one operation may take
+SCRATCH = {"cpu": BYTES["cpu"], "cuda": 2 * BYTES["cuda"]}  # of one operation; a graph works in its own
 SPARE = 256 * MIB  # the interpreter's own growth, threads, the allocator's slack
 ROUND = 256  # a stated largest context is rounded down: what is free moves between two runs
 
 
-def needed_memory(config: ModelConfig, dtype: Format, tokens: int, chunk: int) -> int:
+def needed_memory(config: ModelConfig, dtype: Format, tokens: int, chunk: int, device: str = "cpu") -> int:
     """Bytes to load the weights and hold `tokens` cached rows while reading `chunk` tokens at a time."""
     per_token = cache_bytes_per_token(config, dtype, mtp=False)
-    return fixed_memory(config, dtype, chunk) + tokens * per_token
+    return fixed_memory(config, dtype, chunk, device) + tokens * per_token
 
 
-def fixed_memory(config: ModelConfig, dtype: Format, chunk: int) -> int:
+def fixed_memory(config: ModelConfig, dtype: Format, chunk: int, device: str = "cpu") -> int:
     """Bytes needed whatever the context: weights, working memory, the activations of one chunk in float32."""
-    heads = config.num_attention_heads * (config.latent_width + config.kv_lora_rank + config.qk_head_dim)
-    experts = config.num_experts_per_tok * 3 * config.moe_intermediate_size
-    row = heads + 8 * config.hidden_size + max(3 * config.intermediate_size, experts) + config.index_topk
-    return weight_bytes(config, dtype) + SCRATCH + SPARE + 4 * chunk * row
+    scratch = SCRATCH[kind_of(device)]
+    return weight_bytes(config, dtype) + scratch + SPARE + activation_bytes(config, chunk)
 
 
-def _largest_capacity(config: ModelConfig, dtype: Format, chunk: int, available: int) -> int:
+def kind_of(device: str) -> str:
+    """Which of "cpu" and "cuda" a device is."""
+    return "cuda" if device.startswith("cuda") else "cpu"
+
+
+def _largest_capacity(config: ModelConfig, dtype: Format, chunk: int, device: str, available: int) -> int:
     """Tokens of prompt and completion together that `available` bytes hold, rounded down; 0 when none."""
-    room = max(available - fixed_memory(config, dtype, chunk), 0)
+    room = max(available - fixed_memory(config, dtype, chunk, device), 0)
     tokens = room // cache_bytes_per_token(config, dtype, mtp=False)
     return tokens - tokens % ROUND
 
 
-def check_memory(config: ModelConfig, dtype: Format, tokens: int, max_tokens: int, chunk: int) -> None:
+def check_memory(
+    config: ModelConfig, dtype: Format, tokens: int, max_tokens: int, chunk: int, device: str = "cpu"
+) -> None:
     """Raise UserError, with the largest context that fits, when `tokens` + `max_tokens` rows do not.
 
     Free memory is read anew on each call.
     """
-    available = available_memory()
-    needed = needed_memory(config, dtype, tokens + max_tokens, chunk)
+    available = free_memory(device)
+    needed = needed_memory(config, dtype, tokens + max_tokens, chunk, device)
     if available is None or needed <= available:
         return
-    largest = _largest_capacity(config, dtype, chunk, available) - max_tokens
+    largest = _largest_capacity(config, dtype, chunk, device, available) - max_tokens
     short = (
         f"not enough memory: a context of {tokens:,} tokens needs {needed / MIB:,.0f} MiB, "
         f"and {available / MIB:,.0f} MiB are free"
@@ -54,15 +59,27 @@ def check_memory(config: ModelConfig, dtype: Format, tokens: int, max_tokens: in
     raise UserError(f"{short}; the largest context that fits is {largest} tokens")
 
 
-def fitting_context(config: ModelConfig, dtype: Format, wanted: int, max_tokens: int, chunk: int) -> int:
+def fitting_context(
+    config: ModelConfig, dtype: Format, wanted: int, max_tokens: int, chunk: int, device: str = "cpu"
+) -> int:
     """The largest context up to `wanted` that fits in memory. Raises UserError when none does."""
-    available = available_memory()
-    if available is None or needed_memory(config, dtype, wanted + max_tokens, chunk) <= available:
+    available = free_memory(device)
+    needed = needed_memory(config, dtype, wanted + max_tokens, chunk, device)
+    if available is None or needed <= available:
         return wanted
-    fitting = _largest_capacity(config, dtype, chunk, available) - max_tokens
+    fitting = _largest_capacity(config, dtype, chunk, device, available) - max_tokens
     if fitting < 1:
-        check_memory(config, dtype, wanted, max_tokens, chunk)
+        check_memory(config, dtype, wanted, max_tokens, chunk, device)
     return fitting
+
+
+def free_memory(device: str) -> int | None:
+    """Bytes of the device's memory that can still be taken; None where nobody tells."""
+    if kind_of(device) == "cpu":
+        return available_memory()
+    import torch
+
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def available_memory() -> int | None:

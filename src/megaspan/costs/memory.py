@@ -42,6 +42,14 @@ class Weight:
         return WIDTHS.get(dtype, 2) * self.parameters
 
 
+def activation_bytes(config: ModelConfig, tokens: int) -> int:
+    """Bytes that the states of one forward pass over so many tokens take at most, in float32."""
+    heads = config.num_attention_heads * (config.latent_width + config.kv_lora_rank + config.qk_head_dim)
+    experts = config.num_experts_per_tok * 3 * config.moe_intermediate_size
+    row = heads + 8 * config.hidden_size + max(3 * config.intermediate_size, experts) + config.index_topk
+    return 4 * tokens * row
+
+
 def vector(part: str, width: int) -> Weight:
     return Weight(part, 1, width, fp8=False)
 

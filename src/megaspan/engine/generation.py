@@ -1,36 +1,53 @@
 """Generate from one sequence: read the prompt in chunks, then one token at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from megaspan.cache.growing import GrowingCache
+from megaspan.cache.solo import SoloCache
 from megaspan.config import ModelConfig
+from megaspan.costs.memory import Format
+from megaspan.engine.decode_graph import Decode, DecodeGraphs
 from megaspan.errors import BadPrompt, UserError
 from megaspan.model.batch import Batch
 from megaspan.model.transformer import Transformer
 
 Progress = Callable[[int, int], None]
+CHUNKS = {"cpu": 512, "cuda": 4096}  # prompt tokens that are read at a time
 
 
 class Generation:
-    """One sequence in a growing cache.
+    """One sequence in a cache of its own, which grows on a CPU; on a GPU it decodes as a CUDA graph.
 
-    capacity: tokens to reserve room for. chunk: tokens read per forward pass of the prompt.
-    index_dtype: of the cached index keys, by default the model's; bf16 keys halve what the index scan reads.
+    capacity: tokens to reserve room for, on a GPU the most there may be. chunk: tokens read per forward pass
+    of the prompt, by default the device's CHUNKS. index_dtype: of the cached index keys, by default the
+    model's; bf16 keys halve what the index scan reads.
     """
 
     def __init__(
-        self, model: Transformer, capacity: int, chunk: int = 512, index_dtype: torch.dtype | None = None
+        self,
+        model: Transformer,
+        capacity: int,
+        chunk: int | None = None,
+        index_dtype: torch.dtype | None = None,
     ):
-        if chunk < 1:
+        if chunk is not None and chunk < 1:
             raise UserError(f"chunk is {chunk}: read at least 1 token at a time")
-        self.model, self.chunk = model, chunk
         weight = model.lm_head.weight
-        self.cache = GrowingCache(
-            model.config, 1, capacity, dtype=weight.dtype, index_dtype=index_dtype, device=weight.device
-        )
+        self.model, self.chunk = model, chunk or CHUNKS["cuda" if weight.is_cuda else "cpu"]
+        self.cache: GrowingCache | SoloCache
+        self._decoder: DecodeGraphs | None = None
+        if weight.is_cuda:
+            formats = _format(weight.dtype), _format(index_dtype or weight.dtype)
+            self.cache = SoloCache(model.config, capacity, *formats, weight.device)
+            self._decoder = DecodeGraphs(model, self.cache, most=1)
+        else:
+            self.cache = GrowingCache(
+                model.config, 1, capacity, dtype=weight.dtype, index_dtype=index_dtype, device=weight.device
+            )
 
     @property
     def length(self) -> int:
@@ -57,11 +74,19 @@ class Generation:
             raise UserError(f"the context is full: the model reads {self.length} tokens at most")
         if not 0 <= token_id < self.model.config.vocab_size:
             raise UserError(_outside(token_id, self.model.config))
-        return self.model.unembed(self._read([token_id]))[0]
+        if self._decoder is None:
+            return self.model.unembed(self._read([token_id]))[0]
+        logits = self._decoder(Decode([token_id], [self.length], [0]))[0]
+        self.cache.lengths = [self.length + 1]
+        return logits.clone()  # the next step overwrites the graph's
 
     def _read(self, token_ids: Sequence[int] | Tensor) -> Tensor:
         device = self.model.lm_head.weight.device
         return self.model(Batch.of([token_ids], [self.length], device=str(device)), self.cache)
+
+
+def _format(dtype: torch.dtype) -> Format:
+    return cast(Format, str(dtype).removeprefix("torch."))
 
 
 def check_prompt(config: ModelConfig, token_ids: Sequence[int] | Tensor, past: int = 0) -> Tensor:
@@ -97,7 +122,7 @@ def generate(
     max_tokens: int,
     temperature: float = 0.0,
     seed: int | None = None,
-    chunk: int = 512,
+    chunk: int | None = None,
     vocabulary: int | None = None,
 ) -> Iterator[int]:
     """Yield up to `max_tokens` sampled token ids, the end-of-sequence id included if it comes.

@@ -16,17 +16,21 @@ from megaspan.cache.paged import PagedCache
 from megaspan.cache.pool import PagePools
 from megaspan.cache.prefix import PrefixTree
 from megaspan.cache.prefix_cache import PrefixCache
+from megaspan.cache.rows import LAYOUT
 from megaspan.cache.tiers import Tiers
 from megaspan.cache.transfer import Transfers
-from megaspan.costs.memory import GIB, Format, cache_bytes_per_token
+from megaspan.costs.memory import GIB, Format, activation_bytes, cache_bytes_per_token
 from megaspan.engine.config import EngineConfig, RowName
 from megaspan.engine.pace import StepCost
 from megaspan.errors import UserError
 from megaspan.model.transformer import Transformer
 from megaspan.ops import native
+from megaspan.ops.budget import working_memory
 
 SAMPLED = 256  # values of each weight that go into the fingerprint
 SAVING_SECONDS = 10.0
+SAMPLING_BYTES = 40  # of a logit, and of what the sampler makes of it in float64
+GPU_SPARE = 2 * GIB  # the graphs themselves, workspaces of libraries, the allocator's slack
 
 
 class Memory:
@@ -35,15 +39,27 @@ class Memory:
     def __init__(self, model: Transformer, config: EngineConfig, cost: StepCost):
         device = model.lm_head.weight.device
         latent, index = _format(config.latent_rows, model), _format(config.index_rows, model)
+        on_gpu = device.type == "cuda"
         page_bytes = cache_bytes_per_token(model.config, latent, index, mtp=False) * config.page_size
-        pages = config.device_pages(page_bytes)
+        pages = config.device_pages(page_bytes, gpu_room(model, config) if on_gpu else None)
         with _allocating("cache_gib", pages * page_bytes):
-            self.pools = PagePools(model.config, pages, config.page_size, latent, index, device, mtp=False)
+            self.pools = PagePools(
+                model.config,
+                pages,
+                config.page_size,
+                latent,
+                index,
+                device,
+                mtp=False,
+                scratch=on_gpu,
+                rotate_index=config.rotate_index_rows,
+            )
         context = config.context_limit(model.config, pages)
         self.paged = PagedCache(self.pools, config.max_running, -(-context // config.page_size))
         fingerprint = bytes  # only files need one
         if config.disk_folder is not None:
-            fingerprint = partial(_fingerprint, model, latent, index, config.page_size)
+            formats = latent, index, config.page_size, config.rotate_index_rows
+            fingerprint = partial(_fingerprint, model, *formats)
         tree = PrefixTree(config.page_size, fingerprint)
         self.tiers = self._tiers(config, tree, page_bytes, fingerprint) if config.has_host else None
         self.prefixes = PrefixCache(self.pools, tree, self.tiers, cost.seconds, config.prefix_cache)
@@ -84,6 +100,21 @@ class Memory:
             self.tiers.transfers.close()
 
 
+def gpu_room(model: Transformer, config: EngineConfig) -> int:
+    """Bytes of the GPU's memory that are neither taken nor needed by steps.
+
+    What graphs work in is theirs alone, so an operation's working memory counts once for them and once for
+    the other steps.
+    """
+    device = model.lm_head.weight.device
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    tokens = config.max_chunk + 2 * config.max_running  # of the largest step, and of the largest graph
+    logits = SAMPLING_BYTES * config.max_running * model.config.vocab_size
+    steps = activation_bytes(model.config, tokens) + logits + 2 * working_memory(device)
+    return free - steps - GPU_SPARE
+
+
 @contextmanager
 def _allocating(name: str, nbytes: int) -> Iterator[None]:
     """Turns a refusal of the allocator into a UserError."""
@@ -100,9 +131,12 @@ def _format(name: RowName, model: Transformer) -> Format:
 
 
 @torch.no_grad()
-def _fingerprint(model: Transformer, latent: Format, index: Format, page_size: int) -> bytes:
+def _fingerprint(
+    model: Transformer, latent: Format, index: Format, page_size: int, rotate_index: bool = True
+) -> bytes:
     """Tells apart what would give other rows: architecture, formats, arithmetic, samples of the weights."""
-    settings = (model.config.to_dict(), latent, index, page_size, *_arithmetic(model))
+    formats = LAYOUT, latent, index, page_size, rotate_index
+    settings = (model.config.to_dict(), *formats, *_arithmetic(model))
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
     for name, parameter in model.named_parameters():
         values = parameter.detach().flatten()

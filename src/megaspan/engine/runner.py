@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megaspan.cache.paged import PagedCache
 from megaspan.cache.transient import TransientCache
+from megaspan.engine.decode_graph import Decode, DecodeGraphs
 from megaspan.engine.plan import Plan
 from megaspan.engine.sampler import Sampled, Sampler
 from megaspan.engine.slots import Slots
@@ -31,12 +32,13 @@ GRAMMAR_THREADS = 64  # at most; one whose grammar is slow holds up none but its
 
 @dataclass
 class Step:
-    """A plan turned into tensors. rows: which of the batch's last hidden states are drawn from, for `slots`;
-    drawn: how many tokens each of these has drawn before. grammars: of those of the rows that have one.
+    """A plan turned into arrays. batch: what is read, a `Decode` where a graph does it. rows: which of the
+    batch's last hidden states are drawn from, for `slots` (None: all); drawn: how many tokens each of these
+    has drawn before. grammars: of those of the rows that have one.
     """
 
-    batch: Batch
-    rows: Tensor
+    batch: Batch | Decode
+    rows: Tensor | None
     slots: np.ndarray
     drawn: np.ndarray
     grammars: dict[int, "GrammarState"]
@@ -48,6 +50,7 @@ class Runner:
     def __init__(self, model: Transformer, cache: PagedCache, sampler: Sampler):
         self.model, self.cache, self.sampler = model, cache, sampler
         self.device = model.lm_head.weight.device
+        self.decoder = DecodeGraphs(model, cache, sampler.slots) if self.device.type == "cuda" else None
         self._work: SimpleQueue[Callable[[], Sampled | None] | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[Sampled | None, Exception | None, float]] = SimpleQueue()
         self._pending = False
@@ -59,6 +62,10 @@ class Runner:
     def build(self, plan: Plan, slots: Slots) -> Step:
         """The plan as a batch: decoding requests first, then the chunks."""
         decoding = plan.decoding
+        if self.decoder is not None and not plan.chunks and len(decoding) <= self.decoder.most:
+            # Without chunks there are no restores to wait for, which a graph could not.
+            decode = Decode(slots.last[decoding], slots.cached[decoding], decoding)
+            return Step(decode, None, decoding, slots.drawn[decoding], _grammars(decoding, slots))
         pieces, lengths = [slots.last[decoding]], [1] * len(decoding)
         past, table_rows, end = slots.cached[decoding].tolist(), decoding.tolist(), len(decoding)
         last_rows, drawing = [], []  # of the chunks that end their prompts
@@ -75,12 +82,8 @@ class Runner:
         batch = Batch(token_ids, tuple(lengths), tuple(past), slots=tuple(table_rows))
         rows = np.concatenate((np.arange(len(decoding)), np.array(last_rows, dtype=np.int64)))
         drawn = np.concatenate((decoding, np.array(drawing, dtype=np.int64)))
-        grammars = {}
-        for row in np.flatnonzero(slots.special[drawn]).tolist():
-            request = slots.requests[drawn[row]]
-            if request is not None and request.grammar is not None:
-                grammars[row] = request.grammar
-        return Step(batch, torch.from_numpy(rows).to(self.device), drawn, slots.drawn[drawn], grammars)
+        rows = torch.from_numpy(rows).to(self.device)
+        return Step(batch, rows, drawn, slots.drawn[drawn], _grammars(drawn, slots))
 
     def start(self, step: Step) -> None:
         """Begin the step on the forward thread; `finish` waits for it."""
@@ -97,7 +100,7 @@ class Runner:
         return result, seconds
 
     def warm_up(self) -> None:
-        """Run the model once on a few tokens and once on one, and forget it."""
+        """Run the model once on a few tokens and once on one, capture the graphs, and forget it all."""
         self._begin(self._try_out)
         self.finish()
 
@@ -121,6 +124,8 @@ class Runner:
     @torch.inference_mode()
     def _loop(self) -> None:
         """The forward thread. Two plain queues: a future's hand-over takes four times as long."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins on the first one
         for work in iter(self._work.get, None):
             began, result, error = time.perf_counter(), None, None
             try:
@@ -130,12 +135,16 @@ class Runner:
             self._done.put((result, error, time.perf_counter() - began))
 
     def _run(self, step: Step) -> Sampled | None:
-        hidden = self.model(step.batch, self.cache)
-        if not len(step.slots):
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # nothing else waits for it, and its time is taken
-            return None
-        logits = self.model.unembed(hidden[step.rows])
+        if isinstance(step.batch, Decode):
+            assert self.decoder is not None
+            logits = self.decoder(step.batch)
+        else:
+            hidden = self.model(step.batch, self.cache)
+            if not len(step.slots):
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)  # nothing else waits for it, and its time is taken
+                return None
+            logits = self.model.unembed(hidden[step.rows])
         return self.sampler.sample(logits, step.slots, step.drawn, self._masks(step))
 
     def _masks(self, step: Step) -> Tensor | None:
@@ -152,3 +161,15 @@ class Runner:
             tokens = torch.zeros(length, dtype=torch.long, device=self.device)
             hidden = self.model(Batch(tokens, (length,), (0,)), TransientCache())
             self.model.unembed(hidden[-1:])
+        if self.decoder is not None:
+            self.decoder.capture_all()
+
+
+def _grammars(slots_drawn: np.ndarray, slots: Slots) -> dict[int, "GrammarState"]:
+    """The grammars of those of the slots [S] that have one, by their place among them."""
+    grammars = {}
+    for row in np.flatnonzero(slots.special[slots_drawn]).tolist():
+        request = slots.requests[slots_drawn[row]]
+        if request is not None and request.grammar is not None:
+            grammars[row] = request.grammar
+    return grammars
