@@ -73,6 +73,23 @@ def test_page_says_what_was_reached_and_how(tmp_path):
     assert "- 2026-01-31: `measure it` on 2 cores (2 figures)" in page
 
 
+def test_figures_without_a_target_have_their_peers_and_floors_beside_them(tmp_path):
+    other = replace(ROW, name="other", target=None, peer=None)
+    write_rows("cpu", [ROW, replace(ROW, target=None, name="memory"), other], tmp_path)
+    page = (tmp_path / "cpu.md").read_text()
+    assert "| memory | 1,234 tok/s | other 1.0: 400 | 5,000 |" in page
+    assert "| other | 1,234 tok/s |  | 5,000 |" in page
+
+
+def test_the_page_leads_to_notes_that_are_written_by_hand(tmp_path):
+    write_rows("cpu", [ROW], tmp_path)
+    assert "notes" not in (tmp_path / "cpu.md").read_text()
+    (tmp_path / "cpu-notes.md").write_text("# Notes\n")
+    assert write_pages(tmp_path) == [tmp_path / "cpu.md"]
+    assert "[notes](cpu-notes.md)" in (tmp_path / "cpu.md").read_text()
+    assert (tmp_path / "cpu-notes.md").read_text() == "# Notes\n"
+
+
 def test_a_file_with_other_keys_is_named(tmp_path):
     entry = asdict(ROW)
     del entry["machine"]

@@ -5,6 +5,8 @@ import socket
 from io import StringIO
 
 import pytest
+
+pytest.importorskip("fastapi", reason="no server's packages here")
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from hypothesis import given

@@ -116,13 +116,18 @@ def write_pages(folder: Path = FOLDER) -> list[Path]:
 
 
 def render(area: str, folder: Path = FOLDER) -> str:
-    """The page of an area as Markdown: figures with a target first, then the others, then how measured."""
+    """The page of an area as Markdown: figures with a target first, then the others, then how measured.
+
+    What is to be said about a figure that misses its target is written by hand, in <area>-notes.md.
+    """
     content = read_area(area, folder)
     rows = content.rows
     asked, others = [row for row in rows if row.met is not None], [row for row in rows if row.met is None]
     lines = [f"# Results: {area}", "", f"Generated from `{area}.json` by `megaspan bench results`.", ""]
     if asked:
         lines += ["## Against the targets", "", *_asked_table(asked), ""]
+    if (folder / f"{area}-notes.md").exists():
+        lines += [f"What is missed, by how much, and what was tried: [notes]({area}-notes.md).", ""]
     if others:
         lines += ["## Also measured", "", *_others_table(others), ""]
     lines += ["## How measured", "", *([content.about, ""] if content.about else []), *_origins(rows)]
@@ -135,7 +140,10 @@ def _asked_table(rows: list[Row]) -> list[str]:
 
 
 def _others_table(rows: list[Row]) -> list[str]:
-    return ["| figure | value |", "|---|---|", *(_line([row.name, row.figure()]) for row in rows)]
+    if all(row.peer is None and row.floor is None for row in rows):
+        return ["| figure | value |", "|---|---|", *(_line([row.name, row.figure()]) for row in rows)]
+    lines = ["| figure | value | best peer, same run | floor |", "|---|---|---|---|"]
+    return lines + [_line([row.name, row.figure(), row.peer or "", _number(row.floor)]) for row in rows]
 
 
 def _origins(rows: list[Row]) -> list[str]:

@@ -1,6 +1,7 @@
 """`megaspan bench`: measure megaspan and its peers."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -179,8 +180,6 @@ def bench_engine(
 ) -> None:
     """The engine's figures: its own work per step, gaps, second turns, concurrent streams."""
     share_processors()
-    from dataclasses import asdict
-
     import torch
     from rich.console import Console
 
@@ -195,3 +194,68 @@ def bench_engine(
         print_json({"rows": [asdict(row) for row in rows]})
     else:
         Console().print(engine.render(rows))
+
+
+@app.command("kernels")
+def bench_kernels(
+    only: Annotated[
+        str | None, typer.Option(help="Cases with this in their name, such as index_topk; all unless given.")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(help="real: GLM-5.2's shapes; tiny: shapes for a test, on any machine.")
+    ] = "real",
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    record: Annotated[bool, typer.Option("--record", help="Put the figures into docs/results.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time every hot operation beside its floor and its peers, once its result is the reference's."""
+    from rich.console import Console
+
+    from megaspan.bench import kernels
+
+    run = kernels.run(only, scale, device, lambda said: print(said, file=sys.stderr))
+    if as_json:
+        print_json({"rows": [asdict(row) for row in kernels.figures(run)]})
+    else:
+        Console(width=None if sys.stdout.isatty() else 200).print(kernels.render(run))
+    kernels.refuse(run)
+    if record:
+        kernels.record(run)
+
+
+@app.command("slice")
+def bench_slice(
+    config: Annotated[
+        str, typer.Option(help="A preset or a config.json whose widths are taken.")
+    ] = "glm-5.2",
+    layers: Annotated[int, typer.Option(help="Layers; one of four selects.")] = 4,
+    context: Annotated[int, typer.Option(help="Tokens that are read; a multiple of --chunk.")] = 1048576,
+    experts: Annotated[int, typer.Option(help="Experts of the last layer; 0: all MLPs are dense.")] = 0,
+    rows: Annotated[str, typer.Option(help="Cached rows: fp8, bfloat16 or both.")] = "both",
+    chunk: Annotated[int, typer.Option(help="Tokens that are read at once.")] = 8192,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="Besides the prefill, by commas: decode (batch 1), batches (8, 32), attention (alone, and "
+            "with an indexer in every layer), invariant (that mode), transformers."
+        ),
+    ] = "decode,batches,attention,invariant,transformers",
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    record: Annotated[bool, typer.Option("--record", help="Put the figures into docs/results.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read a long context whole and decode after it, in some layers of real widths with random weights."""
+    from rich.console import Console
+
+    from megaspan.bench import slice
+
+    wanted = tuple(part for part in parts.split(",") if part)
+    options = slice.Options(config, layers, context, experts, rows, chunk, wanted, device)
+    report = slice.run(options, lambda said: print(said, file=sys.stderr))
+    if as_json:
+        print_json({"rows": [asdict(row) for row in report.rows]})
+    else:
+        Console(width=None if sys.stdout.isatty() else 200).print(slice.render(report))
+    slice.refuse(report)
+    if record:
+        slice.record(report)
