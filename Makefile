@@ -12,7 +12,7 @@ DEMO_PROJECT := httpx==0.28.1
 DEMO_FILE := httpx/_client.py
 DEMO_LINE := 1821
 
-.PHONY: demo serve test soak lint format plan bench results clean
+.PHONY: demo serve test gpu-test soak lint format plan bench results clean
 
 demo: $(VENV)/run.stamp $(DEMO)/project
 	$(BIN)/megaspan complete --repo $(DEMO)/project --file $(DEMO_FILE) --line $(DEMO_LINE) \
@@ -23,6 +23,11 @@ serve: $(VENV)/run.stamp
 
 test: lint
 	$(BIN)/python -m pytest
+
+# On a GPU machine as it is: only torch, Triton, transformers and what the tests themselves are made of.
+gpu-test:
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu -o addopts="-q --strict-markers --import-mode=importlib" \
+		$$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.gpu' tests)
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m tests.engine.soak --requests 2000 --seed $(SEED)

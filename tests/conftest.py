@@ -1,12 +1,20 @@
 """Fixtures that any test may use."""
 
+import importlib.util
+import os
 import sys
 
 import hypothesis
 import pytest
 import torch
 
+from tests import triton_interpreter
+
 POISON_INDEX = -12345
+
+TRITON = importlib.util.find_spec("triton") is not None
+if TRITON and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run as NumPy on tensors of the CPU
 
 # A machine that does other things as well fails no test: what must be quick is timed where it matters.
 hypothesis.settings.register_profile("megaspan", deadline=None)
@@ -28,6 +36,17 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype in (torch.uint8, torch.bool):
         return tensor.fill_(255)  # four such bytes are a NaN as well
     return tensor.fill_(POISON_INDEX if torch.iinfo(tensor.dtype).bits > 8 else -1)
+
+
+@pytest.fixture(scope="session")
+def kernel_device() -> str:
+    """Where Triton's kernels run: a GPU, or the CPU under Triton's interpreter."""
+    if not TRITON:
+        pytest.skip("no Triton here")
+    if torch.cuda.is_available():
+        return "cuda"
+    triton_interpreter.mend()
+    return "cpu"
 
 
 @pytest.fixture(scope="module")
