@@ -42,7 +42,7 @@ class Alone:
     def over(self, other: "Alone") -> tuple[float, float | None]:
         """The ratio of the seconds, and that of the floors."""
         ratio = self.seconds / other.seconds
-        return ratio, None if  other.floor is None else self.floor / other.floor
+        return ratio, None if self.floor is None or other.floor is None else self.floor / other.floor
 
 
 class Slice:
