@@ -119,7 +119,8 @@ class Attention(nn.Module):
         """Absorbed queries [T, H, W] and cached rows → latent values [T, H, latent]."""
         budget = working_memory(rows.device)
         if isinstance(selection, Selection):
-            return sparse_mla(query, rows, selection.rows, self.latent_rank, self.scale, budget)
+            operands = query, rows, selection.rows, self.latent_rank, self.scale, budget
+            return sparse_mla(*operands, invariant=self.invariant)
         # In batch-invariant mode attention has to add in the same order, dense or not.
         batch, table = forward_pass.batch, forward_pass.table
         places = table, batch.sequence_ids, batch.visible

@@ -74,13 +74,10 @@ __device__ inline void bulk_copy_box(void *to, const TensorMap *map, int x, int 
 }
 
 // 16 bytes, or zeros where `bytes` is 0: then nothing is read.
-__device__ inline void copy_async(u32 to, const void *from, int bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+__device__ inline void copy_async(void *to, const void *from, int bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+                 : "memory");
 }
-
-__device__ inline void copy_async(void *to, const void *from, int bytes) { copy_async(shared_address(to), from, bytes); }
-
-__device__ inline void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Arrives, as one that the barrier counts, when the copies that this thread began are done.
 __device__ inline void arrive_after_copies(u64 *barrier) {
@@ -145,15 +142,6 @@ __device__ inline void product_e4m3(float (&c)[64], u64 a, u64 b, int accumulate
                  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
                  "%64, %65, p, 1, 1;\n}"
                  : R64(c, 0)
-                 : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// c [64, 32] (+)= a [64, 16] b [32, 16] transposed, bf16.
-__device__ inline void product_bf16(float (&c)[16], u64 a, u64 b, int accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 0, 0;\n}"
-                 : R16(c, 0)
                  : "l"(a), "l"(b), "r"(accumulate));
 }
 

@@ -1,5 +1,6 @@
 """Attention of latent queries over the few cached rows that the indexer selected."""
 
+import torch
 from torch import Tensor
 
 from megaspan.ops.sparse_mla import gathered, native
@@ -17,6 +18,7 @@ def sparse_mla(
     value_width: int,
     scale: float,
     budget_bytes: int = gathered.TILE_BYTES,
+    invariant: bool = False,
 ) -> Tensor:
     """Attend from T tokens to their selected rows: softmax(scale * query . row) over the first columns.
 
@@ -27,7 +29,23 @@ def sparse_mla(
     Returns [T, H, value_width] in the dtype of `query` (fp32 or bf16); sums are in fp32. Rows that no
     token selected are never read. Temporary memory stays within `budget_bytes`. Differentiable in `query`
     and `rows`, but not through FP8 rows: ValueError.
+
+    invariant: on a GPU, give a token the same bits whatever tokens share the call, and however many empty
+        slots follow its rows.
     """
+    differentiated = torch.is_grad_enabled() and (query.requires_grad or rows.requires_grad)
+    if query.is_cuda and not differentiated:
+        from megaspan.ops.sparse_mla import gpu
+
+        if gpu.supports(query, rows, value_width):
+            splits = gpu.INVARIANT_SPLITS if invariant else None
+            return gpu.sparse_mla_gpu(query, rows, selected, value_width, scale, splits)[0]
+    if query.is_cuda and differentiated:
+        from megaspan.ops.sparse_mla import differentiable, gpu_backward
+
+        if gpu_backward.supports_backward(query, rows, value_width):
+            operands = query, rows, selected, value_width, scale
+            return differentiable.sparse_mla_differentiable(*operands, budget_bytes)
     if native.supports(query, rows):
         return native.sparse_mla_native(query, rows, selected, value_width, scale)
     return sparse_mla_gathered(query, rows, selected, value_width, scale, budget_bytes)

@@ -26,8 +26,17 @@ def visible_mla(
 
     The row numbers exist for a tile of tokens at a time, so that temporary memory stays within
     `budget_bytes`, or what one token needs if that is more. A token's bits depend on neither its tile nor
-    its company: the compiled version stops where a token's rows end, the other gets each token alone.
+    its company: the compiled version stops where a token's rows end, on a GPU its rows are split in one way,
+    and the other version gets each token alone.
     """
+    differentiated = torch.is_grad_enabled() and (query.requires_grad or rows.requires_grad)
+    if query.is_cuda and not differentiated:
+        from megaspan.ops.sparse_mla import gpu
+
+        if gpu.supports(query, rows, value_width):
+            return gpu.visible_mla_gpu(
+                query, rows, table, sequence_ids, visible, value_width, scale, budget_bytes
+            )
     compiled = native.supports(query, rows)
     tokens = tokens_per_tile(int(visible.max()), budget_bytes) if compiled and len(query) else 1
     output = query.new_empty(*query.shape[:2], value_width)
