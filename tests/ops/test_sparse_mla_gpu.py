@@ -159,7 +159,7 @@ def real_case(tokens: int, slots: int, fp8: bool, row_count: int = 5000, heads: 
 
 
 def requires_hopper() -> None:
-    if not cuda.cuda.available(torch.device("cuda")):
+    if not cuda.cuda.can_run(torch.device("cuda"), cuda.SOURCE):
         pytest.skip("no Hopper GPU, or no NVRTC")
 
 

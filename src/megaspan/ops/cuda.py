@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,29 +21,43 @@ from megaspan.ops.native import cache_folder, texts
 
 ARCHITECTURE = "sm_90a"  # Hopper: wgmma and the bulk copies of its tensor memory accelerator
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-UINT8, BFLOAT16 = 0, 9  # CUtensorMapDataType
+UINT8 = 0  # of CUtensorMapDataType
 
 
 @functools.cache
-def available(device: torch.device) -> bool:
-    """Whether the device is a Hopper GPU and NVRTC can be found."""
-    return torch.cuda.get_device_capability(device) == (9, 0) and _nvrtc() is not None
+def can_run(device: torch.device, *sources: Path) -> bool:
+    """Whether the device is a Hopper GPU and the files build here. Says once why they do not."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        for source in sources:
+            _machine_code(source)
+    except (OSError, RuntimeError) as error:
+        names = ", ".join(f"{source.parent.name}/{source.name}" for source in sources)
+        warnings.warn(f"using the slower Triton version of {names}: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def kernel(source: Path, name: str) -> "Kernel":
+    """The kernel `name` of a file, on the current device. RuntimeError with the compiler's log."""
+    return _module(source, torch.cuda.current_device()).kernel(name)
 
 
 @functools.cache
-def module(source: Path, definitions: tuple[str, ...] = ()) -> "Module":
-    """The kernels of a file, compiled with macros like "WIDTH=128" defined. RuntimeError with the log."""
-    return Module(source, definitions)
+def _module(source: Path, device: int) -> "Module":
+    return Module(source)
 
 
 class Module:
     """The kernels of one source file; `kernel` finds one of its extern "C" functions."""
 
-    def __init__(self, source: Path, definitions: tuple[str, ...]):
+    def __init__(self, source: Path):
         self._handle = ctypes.c_void_p()
-        code = _machine_code(source, definitions)
+        load = functools.partial(_driver().cuModuleLoadData, ctypes.byref(self._handle))
         torch.cuda.current_stream()  # makes the device's context current in this thread
-        _check(_driver().cuModuleLoadData(ctypes.byref(self._handle), code), "cuModuleLoadData")
+        if load(_machine_code(source)):  # a damaged file in the cache
+            _check(load(_machine_code(source, fresh=True)), "cuModuleLoadData")
         self._kernels: dict[str, Kernel] = {}
 
     def kernel(self, name: str) -> "Kernel":
@@ -133,7 +148,7 @@ def _driver() -> ctypes.CDLL:
 
 
 @functools.cache
-def _nvrtc() -> ctypes.CDLL | None:
+def _nvrtc() -> ctypes.CDLL:
     """The library that PyTorch has loaded or would load, or the one of a CUDA toolkit."""
     major = (torch.version.cuda or "0").split(".")[0]
     name = f"libnvrtc.so.{major}"
@@ -148,26 +163,30 @@ def _nvrtc() -> ctypes.CDLL | None:
             return ctypes.CDLL(str(place))
         except OSError:
             continue
-    return None
+    raise OSError(f"there is no {name}, which comes with PyTorch for CUDA")
 
 
-def _machine_code(source: Path, definitions: tuple[str, ...]) -> bytes:
+@functools.cache
+def _machine_code(source: Path, fresh: bool = False) -> bytes:
+    """What the file compiles to, from the cache folder if it is there and need not be fresh."""
     nvrtc = _nvrtc()
-    assert nvrtc is not None
-    options = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "-default-device", f"-I{source.parent}")
-    options += tuple(f"-D{definition}" for definition in definitions)
+    options = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "-default-device")
     version = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
-    parts = (*texts(source), *options[:3], *definitions, f"{version[0].value}.{version[1].value}")
+    parts = (*texts(source), *options, f"{version[0].value}.{version[1].value}")
     fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     file = cache_folder() / f"{source.parent.name}-{source.stem}-{fingerprint}.cubin"
-    if not file.exists():
-        code = _compile(nvrtc, source, options)
+    if file.exists() and not fresh:
+        return file.read_bytes()
+    code = _compile(nvrtc, source, (*options, f"-I{source.parent}"))
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             (Path(folder) / file.name).write_bytes(code)
             (Path(folder) / file.name).replace(file)  # atomic: another process sees a whole file or none
-    return file.read_bytes()
+    except OSError as error:
+        warnings.warn(f"{file.name} is not kept for the next start: {error}", stacklevel=2)
+    return code
 
 
 def _compile(nvrtc: ctypes.CDLL, source: Path, options: tuple[str, ...]) -> bytes:

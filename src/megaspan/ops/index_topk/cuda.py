@@ -12,7 +12,7 @@ from torch import Tensor
 from megaspan.ops import cuda
 from megaspan.ops.rows import RowTable
 
-FOLDER = Path(__file__).parent
+PREFILL, SCORE, SELECT = (Path(__file__).parent / name for name in ("prefill.cu", "score.cu", "select.cu"))
 HEADS, WIDTH, PAGE = 32, 128, 64
 PROCESSORS = 132  # of an H200
 GROUP, FILTER_THREADS = 12, 416  # of the kernels; queries of a sequence that are scored together in a prefill
@@ -47,7 +47,7 @@ def supports(query: Tensor, keys: Tensor, table: RowTable, longest: int) -> bool
         and keys.dtype == torch.uint8
         and table.page_size == PAGE
         and longest <= LONGEST
-        and cuda.available(query.device)
+        and cuda.can_run(query.device, PREFILL, SCORE, SELECT)
     )
 
 
@@ -72,7 +72,7 @@ def index_topk_prefill(
     thresholds, best_counts = numbers().zero_(), numbers(dtype=torch.int32).zero_()
     counts = numbers(MAX_SPLITS, dtype=torch.int32)
     overflow = torch.zeros(len(query), dtype=torch.int32, device=query.device)
-    filter_keys, merge_best = _kernel("prefill.cu", "filter_keys"), _kernel("prefill.cu", "merge_best")
+    filter_keys, merge_best = cuda.kernel(PREFILL, "filter_keys"), cuda.kernel(PREFILL, "merge_best")
     listed, room = Groups.of(groups), sorting_room(topk)
     operands = _page_map(keys), keys, query, weights, table.starts, table.starts.shape[1], listed
     merge_shared = 8 * (topk + 1 + SLACK + CAPACITY) + 4 * room
@@ -138,8 +138,8 @@ def index_topk_decode(
 
     scores, maxima, run_maxima = empty(length), empty(RANKED), empty(length // 16)
     lists, listed = empty(parts, LISTED, dtype=torch.int64), empty(parts, dtype=torch.int32)
-    score_keys = _kernel("score.cu", f"score_keys_{members}")
-    list_keys, choose_keys = _kernel("select.cu", "list_keys"), _kernel("select.cu", "choose_keys")
+    score_keys = cuda.kernel(SCORE, f"score_keys_{members}")
+    list_keys, choose_keys = cuda.kernel(SELECT, "list_keys"), cuda.kernel(SELECT, "choose_keys")
     cache = _page_map(keys), keys
     pages, room = (table.starts, table.starts.shape[1]), sorting_room(topk)
     stored = scores, length, maxima, run_maxima
@@ -164,10 +164,6 @@ def index_topk_decode(
 def sorting_room(topk: int) -> int:
     """How many numbers are sorted: a power of two, and no fewer than a warp sorts."""
     return max(128, 1 << (topk - 1).bit_length())
-
-
-def _kernel(file: str, name: str) -> cuda.Kernel:
-    return cuda.module(FOLDER / file).kernel(name)
 
 
 def _page_map(keys: Tensor) -> cuda.TensorMap:

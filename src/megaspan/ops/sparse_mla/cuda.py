@@ -26,7 +26,7 @@ def supports(query: Tensor, rows: Tensor, value_width: int) -> bool:
         and (rows.dtype, rows.shape[1]) == stored
         and rows.is_contiguous()
         and rows.data_ptr() % 16 == 0
-        and cuda.available(query.device)
+        and cuda.can_run(query.device, SOURCE)
     )
 
 
@@ -50,8 +50,7 @@ def _attend(
     query: Tensor, rows: Tensor, selected: Tensor, scale: float, splits: int, output: Tensor, lse: Tensor
 ) -> None:
     tokens, heads, _ = query.shape
-    kernels = cuda.module(SOURCE)
-    attend = kernels.kernel("attend_packed" if rows.dtype == torch.uint8 else "attend_wide")
+    attend = cuda.kernel(SOURCE, "attend_packed" if rows.dtype == torch.uint8 else "attend_wide")
     grid = tokens * heads // HEADS, splits
     sizes = selected.shape[1], heads // HEADS, scale * math.log2(math.e)
     if splits == 1:
@@ -60,7 +59,7 @@ def _attend(
     partial = torch.empty(tokens, splits, heads, VALUES, device=query.device)
     partial_lse = torch.empty(tokens, splits, heads, device=query.device)
     attend(grid, THREADS, SHARED_BYTES, query, rows, selected, None, partial, partial_lse, *sizes)
-    combine = kernels.kernel("combine_few" if splits <= 4 else "combine_many")
+    combine = cuda.kernel(SOURCE, "combine_few" if splits <= 4 else "combine_many")
     combine((tokens * heads,), 128, 0, partial, partial_lse, output, lse, heads, splits)
 
 
