@@ -1,5 +1,6 @@
 """How CUDA files are compiled and kept, with a compiler that only pretends."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,13 @@ def test_a_changed_file_is_compiled_anew(source: Path) -> None:
     assert cuda._machine_code(source) == b"other 2"
 
 
-def test_a_damaged_file_in_the_cache_is_made_anew(source: Path) -> None:
+@pytest.mark.parametrize("damage", [lambda code: code[:-1], lambda code: b"", lambda code: b"x" * len(code)])
+def test_a_damaged_file_in_the_cache_is_made_anew(source: Path, damage: Callable[[bytes], bytes]) -> None:
     cuda._machine_code(source)
-    assert cuda._machine_code(source, fresh=True) == b"code 2"
+    (kept,) = (source.parents[1] / "cache").glob("*.cubin")
+    kept.write_bytes(damage(kept.read_bytes()))
+    forget()
+    assert cuda._machine_code(source) == b"code 2"
     forget()
     assert cuda._machine_code(source) == b"code 2"
 

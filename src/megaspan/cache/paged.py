@@ -12,7 +12,7 @@ from megaspan.model.batch import Batch
 from megaspan.ops.rows import RowTable
 from megaspan.ops.write_rows import IndexProjection, LatentProjection, write_index_rows, write_latent_rows
 
-UNASSIGNED = -(2**62)  # in place of a page's first row: no offset makes it a row, so reading it fails
+UNASSIGNED = 2**44  # in place of a page's first row: in no memory, on a GPU too, so reading it fails
 
 
 class ReadyMarks(Protocol):

@@ -22,6 +22,7 @@ from megaspan.ops.native import cache_folder, texts
 ARCHITECTURE = "sm_90a"  # Hopper: wgmma and the bulk copies of its tensor memory accelerator
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 UINT8 = 0  # of CUtensorMapDataType
+HASH_BYTES = 32
 
 
 @functools.cache
@@ -41,6 +42,7 @@ def can_run(device: torch.device, *sources: Path) -> bool:
 
 def kernel(source: Path, name: str) -> "Kernel":
     """The kernel `name` of a file, on the current device. RuntimeError with the compiler's log."""
+    _enter_context()
     return _module(source, torch.cuda.current_device()).kernel(name)
 
 
@@ -54,10 +56,8 @@ class Module:
 
     def __init__(self, source: Path):
         self._handle = ctypes.c_void_p()
-        load = functools.partial(_driver().cuModuleLoadData, ctypes.byref(self._handle))
-        torch.cuda.current_stream()  # makes the device's context current in this thread
-        if load(_machine_code(source)):  # a damaged file in the cache
-            _check(load(_machine_code(source, fresh=True)), "cuModuleLoadData")
+        code = _machine_code(source)
+        _check(_driver().cuModuleLoadData(ctypes.byref(self._handle), code), "cuModuleLoadData")
         self._kernels: dict[str, Kernel] = {}
 
     def kernel(self, name: str) -> "Kernel":
@@ -142,6 +142,18 @@ def _value(argument: object) -> ctypes._SimpleCData | ctypes.Structure:
     return argument
 
 
+def _enter_context() -> None:
+    """Make the device's context current in a thread whose first CUDA work this is."""
+    context = ctypes.c_void_p()
+    _driver().cuCtxGetCurrent(ctypes.byref(context))
+    if not context.value:
+        _check(
+            _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device()),
+            "a context",
+        )
+        _check(_driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
@@ -167,8 +179,8 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 @functools.cache
-def _machine_code(source: Path, fresh: bool = False) -> bytes:
-    """What the file compiles to, from the cache folder if it is there and need not be fresh."""
+def _machine_code(source: Path) -> bytes:
+    """What the file compiles to, from the cache folder if it is there."""
     nvrtc = _nvrtc()
     options = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "-default-device")
     version = ctypes.c_int(), ctypes.c_int()
@@ -176,17 +188,28 @@ def _machine_code(source: Path, fresh: bool = False) -> bytes:
     parts = (*texts(source), *options, f"{version[0].value}.{version[1].value}")
     fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     file = cache_folder() / f"{source.parent.name}-{source.stem}-{fingerprint}.cubin"
-    if file.exists() and not fresh:
-        return file.read_bytes()
+    kept = _read(file)
+    if kept is not None:
+        return kept
     code = _compile(nvrtc, source, (*options, f"-I{source.parent}"))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            (Path(folder) / file.name).write_bytes(code)
+            (Path(folder) / file.name).write_bytes(hashlib.sha256(code).digest() + code)
             (Path(folder) / file.name).replace(file)  # atomic: another process sees a whole file or none
     except OSError as error:
         warnings.warn(f"{file.name} is not kept for the next start: {error}", stacklevel=2)
     return code
+
+
+def _read(file: Path) -> bytes | None:
+    """The code in a file of the cache, which begins with its hash; None if it is not there, or damaged."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    code = content[HASH_BYTES:]
+    return code if content[:HASH_BYTES] == hashlib.sha256(code).digest() else None
 
 
 def _compile(nvrtc: ctypes.CDLL, source: Path, options: tuple[str, ...]) -> bytes:

@@ -40,13 +40,15 @@ class Groups(ctypes.Structure):
         return cls(0, groups) if isinstance(groups, int) else cls(groups.data_ptr(), 0)
 
 
-def supports(query: Tensor, keys: Tensor, table: RowTable, longest: int) -> bool:
+def supports(query: Tensor, keys: Tensor, table: RowTable, topk: int, longest: int) -> bool:
     """Whether the kernels take these tensors, in the widths that GLM-5.2 has, and can be built here."""
     return (
         query.shape[1:] == (HEADS, WIDTH)
         and keys.dtype == torch.uint8
         and table.page_size == PAGE
+        and topk <= CAPACITY // 2
         and longest <= LONGEST
+        and query.data_ptr() % 16 == keys.data_ptr() % 16 == 0
         and cuda.can_run(query.device, PREFILL, SCORE, SELECT)
     )
 
@@ -60,8 +62,9 @@ def index_topk_prefill(
     sequence_ids: Tensor,
     visible: Tensor,
     selected: Tensor,
+    overflow: Tensor,
     longest: int,
-) -> Tensor:
+) -> None:
     """As `gpu_prefill.index_topk_prefill`, for groups of up to GROUP queries."""
     topk, slots = selected.shape[1], len(groups) * GROUP
 
@@ -71,7 +74,6 @@ def index_topk_prefill(
     lists, best, merged = numbers(CAPACITY), numbers(topk + SLACK), numbers(topk + SLACK)
     thresholds, best_counts = numbers().zero_(), numbers(dtype=torch.int32).zero_()
     counts = numbers(MAX_SPLITS, dtype=torch.int32)
-    overflow = torch.zeros(len(query), dtype=torch.int32, device=query.device)
     filter_keys, merge_best = cuda.kernel(PREFILL, "filter_keys"), cuda.kernel(PREFILL, "merge_best")
     listed, room = Groups.of(groups), sorting_room(topk)
     operands = _page_map(keys), keys, query, weights, table.starts, table.starts.shape[1], listed
@@ -87,7 +89,11 @@ def index_topk_prefill(
         result = selected if (offset, stride) == plan[-1] else None
         merge_best((slots,), 512, merge_shared, *state, listed, visible, result, room)
         best, merged = merged, best
-    return overflow.nonzero()[:, 0] if overflow.any() else overflow[:0].long()
+
+
+def group_bytes(topk: int) -> int:
+    """Working memory of a group in a prefill."""
+    return GROUP * (8 * CAPACITY + 16 * (topk + SLACK) + 4 * MAX_SPLITS + 12)
 
 
 def _splits(groups: int, pages: int) -> int:

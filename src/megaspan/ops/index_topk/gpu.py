@@ -45,34 +45,48 @@ def index_topk_gpu(
     the GPU. Where all sequences have the same few queries nothing waits, so a CUDA graph can hold the call.
     """
     query, weights = query.detach().contiguous(), weights.detach().float().contiguous()
+    tokens = sequence_ids.long().contiguous(), visible.long().contiguous()
+    table = RowTable(table.starts.contiguous(), table.page_size)
     if not len(query):
         return torch.empty(0, topk, dtype=torch.int32, device=query.device)
     if query_lengths is None:
-        query_lengths = [len(list(run)) for _, run in itertools.groupby(sequence_ids.tolist())]
+        query_lengths = run_lengths(sequence_ids)
     if longest is None:
         longest = int(visible.max())
-    prefill, decode = gpu_prefill, gpu_decode
-    if cuda.supports(query, keys, table, longest):
-        prefill = decode = cuda
-    few = [length <= FEW_QUERIES for length in query_lengths]
+    fast = cuda.supports(query, keys, table, topk, longest)
+    prefill, decode = (cuda, cuda) if fast else (gpu_prefill, gpu_decode)
+    few = [0 < length <= FEW_QUERIES for length in query_lengths]
+    many = [length > FEW_QUERIES for length in query_lengths]
     selected = torch.empty(len(query), topk, dtype=torch.int32, device=query.device)
     if any(few):
         members = min(MEMBERS, max(itertools.compress(query_lengths, few)))
-        uniform = set(query_lengths) == {members} and decode is cuda
+        uniform = fast and set(query_lengths) == {members}
         groups = members if uniform else query_groups(query_lengths, few, MEMBERS, query.device)
-        tokens = members, sequence_ids, visible, selected
-        decode.index_topk_decode(query, weights, keys, table, groups, *tokens, longest, budget_bytes)
-    if not all(few):
-        groups = query_groups(query_lengths, [not less for less in few], prefill.GROUP, query.device)
-        tokens = sequence_ids, visible, selected
-        void = prefill.index_topk_prefill(query, weights, keys, table, groups, *tokens, longest)
-        if len(void):
-            groups = query_groups([1] * len(void), [True] * len(void), MEMBERS, query.device)
-            tokens = sequence_ids[void], visible[void], torch.empty_like(selected[void])
-            rest = groups, 1, *tokens, longest, budget_bytes
-            decode.index_topk_decode(query[void], weights[void], keys, table, *rest)
-            selected[void] = tokens[-1]
+        operands = query, weights, keys, table, groups, members, *tokens, selected
+        decode.index_topk_decode(*operands, longest, budget_bytes)
+    if any(many):
+        void = torch.zeros(len(query), dtype=torch.int32, device=query.device)
+        groups = query_groups(query_lengths, many, prefill.GROUP, query.device)
+        together = budget_bytes // prefill.group_bytes(topk)
+        if not together:
+            least = prefill.group_bytes(topk)
+            raise ValueError(f"index_topk needs a budget of at least {least} bytes, not {budget_bytes}")
+        for part in groups.split(together):
+            prefill.index_topk_prefill(query, weights, keys, table, part, *tokens, selected, void, longest)
+        if void.any():
+            redone = void.nonzero()[:, 0]
+            query, weights, *tokens = (operand[redone] for operand in (query, weights, *tokens))
+            lengths, again = run_lengths(tokens[0]), torch.empty_like(selected[redone])
+            groups = query_groups(lengths, [True] * len(lengths), MEMBERS, query.device)
+            operands = query, weights, keys, table, groups, MEMBERS, *tokens, again
+            decode.index_topk_decode(*operands, longest, budget_bytes)
+            selected[redone] = again
     return selected
+
+
+def run_lengths(sequence_ids: Tensor) -> list[int]:
+    """How many tokens in a row have the same sequence; the host waits for the GPU to know."""
+    return [len(list(run)) for _, run in itertools.groupby(sequence_ids.tolist())]
 
 
 def query_groups(
@@ -80,9 +94,11 @@ def query_groups(
 ) -> Tensor:
     """[G, 2] int32: first query and number of queries of each group, up to `size` of a chosen sequence."""
     length = query_lengths[0]
-    if length <= size and set(query_lengths) == {length}:  # on the device alone, for a graph to hold
+    if set(query_lengths) == {length} and all(chosen):  # on the device alone, for a graph to hold
+        start = torch.arange(0, length, size, dtype=torch.int32, device=device)
         first = torch.arange(0, length * len(query_lengths), length, dtype=torch.int32, device=device)
-        return torch.stack((first, torch.full_like(first, length)), 1)
+        number = (length - start).clamp(max=size).expand(len(query_lengths), -1)
+        return torch.stack(((first[:, None] + start).flatten(), number.flatten()), 1)
     ends = np.cumsum(query_lengths)
     spans = [(end - length, end) for length, end in zip(query_lengths, ends, strict=True)]
     spans = list(itertools.compress(spans, chosen))

@@ -156,13 +156,14 @@ def index_topk_prefill(
     sequence_ids: Tensor,
     visible: Tensor,
     selected: Tensor,
+    void: Tensor,
     longest: int,
-) -> Tensor:
+) -> None:
     """Write to selected [T, topk] int32 the rows of the groups [G, 2], each up to 4 queries in a row.
 
-    keys: the cache's storage. longest: no query sees more. The other arguments
-    are those of `index_topk`. Returns the queries whose rows are void because a list overflowed, which takes
-    keys that are good in a pattern; to ask for them is to wait for the GPU.
+    keys: the cache's storage. void: [T] int32 zeros, afterwards 1 where a query's row is void because a list
+    overflowed, which takes keys that are good in a pattern. longest: no query sees more. The other
+    arguments are those of `index_topk`.
     """
     heads, width = query.shape[1:]
     topk = selected.shape[1]
@@ -207,10 +208,13 @@ def index_topk_prefill(
         sizes = dict(TOPK=topk, TOPK_BLOCK=block, LISTS=splits * KEYS, LENGTH=length)
         merge_kernel[(slots,)](best, merged, best_counts, *lists, overflow, **sizes, num_warps=8)
         best, merged = merged, best
-    void = torch.zeros_like(visible, dtype=torch.int32)
     operands = best, groups, visible, overflow, selected, void
     positions_kernel[(slots,)](*operands, TOPK=topk, TOPK_BLOCK=block, num_warps=8)
-    return void.nonzero()[:, 0] if void.any() else void[:0].long()
+
+
+def group_bytes(topk: int) -> int:
+    """Working memory of a group, at most."""
+    return GROUP * (12 * KEYS * max(LIST_LENGTH, 32 * MAX_SPLITS) + 16 * topk + 16)
 
 
 def _splits(groups: int) -> int:

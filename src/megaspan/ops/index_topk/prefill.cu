@@ -13,7 +13,7 @@ struct FilterShared {
 };
 
 // Append to each query's list the keys of this phase that beat its threshold. The phase's tiles are offset + j * stride;
-// the blocks of a column of the grid share a group's.
+// the blocks of a column of the grid share a group's, each in steps, as good keys often lie together.
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
     filter_keys(const __grid_constant__ TensorMap map, const u8 *storage, const u16 *query, const float *weights,
                 const i64 *starts, int pages, Groups groups, const i64 *sequence_ids, const i64 *visible,
@@ -32,8 +32,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
         if (seen > topk) longest = max(longest, seen), shortest = min(shortest, seen);
     }
     const int phase = max((longest + PAGE - 1) / PAGE - offset + stride - 1, 0) / stride;
-    const int each = (phase + splits - 1) / splits;
-    const int first = min(split * each, phase), last = min(first + each, phase);
+    const int turns = max(phase - split + splits - 1, 0) / splits;
 
     if (threadIdx.x == 0) shared.pipeline.init(CONSUMERS / 32);
     if (threadIdx.x < GROUP) shared.counts[threadIdx.x] = 0;
@@ -48,14 +47,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
 
     if (threadIdx.x >= CONSUMERS) {
         const int lane = threadIdx.x % 32;
-        const i64 *row = starts + sequence * pages + offset;
-        i64 next = first + lane < last ? row[(i64)(first + lane) * stride] : 0;
-        for (int begin = first; begin < last; begin += 32) {
+        const i64 *row = starts + sequence * pages + offset + (i64)split * stride;
+        const i64 step = (i64)splits * stride;
+        i64 next = lane < turns ? row[lane * step] : 0;
+        for (int begin = 0; begin < turns; begin += 32) {
             const i64 start = next;
-            next = begin + 32 + lane < last ? row[(i64)(begin + 32 + lane) * stride] : 0;
-            for (int i = 0; i < min(32, last - begin); i++) {
+            next = begin + 32 + lane < turns ? row[(begin + 32 + lane) * step] : 0;
+            for (int i = 0; i < min(32, turns - begin); i++) {
                 const i64 page = __shfl_sync(~0u, start, i) / PAGE;
-                if (lane == 0) shared.pipeline.fetch(begin - first + i, &map, storage, page);
+                if (lane == 0) shared.pipeline.fetch(begin + i, &map, storage, page);
             }
         }
     } else {
@@ -70,10 +70,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
             head_weights[head] = member < members ? 0.5f * weights[(token + member) * HEADS + head] : 0.0f;
         const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
         // The warpgroups take turns with the tensor cores, or they would all wait for these at once and then all compute.
-        const int turns = last - first, next = (warpgroup + 1) % WARPGROUPS;
+        const int next = (warpgroup + 1) % WARPGROUPS;
         if (warpgroup == WARPGROUPS - 1) hand_over(1);
         for (int turn = 0; turn < turns; turn++) {
-            const int stage = turn % FILTER_STAGES, tile = offset + (first + turn) * stride;
+            const int stage = turn % FILTER_STAGES, tile = offset + (split + turn * splits) * stride;
             float products[4 * HEADS / 2];
             wait(&shared.pipeline.full[stage], turn / FILTER_STAGES % 2);
             take_over(1 + warpgroup);

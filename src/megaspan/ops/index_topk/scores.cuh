@@ -37,6 +37,7 @@ template <int STAGES> struct Pipeline {
     // One lane: bring page `page` of the storage as the turn-th one.
     __device__ void fetch(int turn, const TensorMap *map, const u8 *storage, i64 page) {
         const int stage = turn % STAGES;
+        if (page >> 31) __trap(); // a page that nobody assigned
         wait(&empty[stage], turn / STAGES % 2 ^ 1);
         arrive_expecting(&full[stage], PAGE_BYTES);
         bulk_copy_box(keys[stage], map, 0, 0, (int)page, &full[stage]);

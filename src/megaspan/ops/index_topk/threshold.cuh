@@ -103,10 +103,11 @@ __device__ Key threshold(const Each &each, Key low, Key high, u32 wanted, u32 sl
         if (warp == 0) {
             const int number = scratch.inside;
             const u64 key = scratch.few[lane];
-            u32 greater = 0;
+            u32 greater = 0, equal = 0; // to itself too
 #pragma unroll 8
-            for (int other = 0; other < number; other++) greater += scratch.few[other] > key;
-            if (lane < number && greater == wanted - 1) scratch.found = key;
+            for (int other = 0; other < number; other++)
+                greater += scratch.few[other] > key, equal += scratch.few[other] == key;
+            if (lane < number && greater < wanted && greater + equal >= wanted) scratch.found = key;
         }
         __syncthreads();
         return (Key)scratch.found;

@@ -53,7 +53,7 @@ def rotate(states: Tensor, turns: Tensor, *, invariant: bool = False) -> Tensor:
     return torch.cat([rotate_reference(token.clone(), turn) for token, turn in tokens])
 
 
-@functools.lru_cache(maxsize=8)
+@functools.cache  # and never forgotten: a CUDA graph may hold where it is
 def _frequencies(width: int, theta: float, device: torch.device) -> Tensor:
     """[width / 2] fp64, of values that fp32 holds.
 
