@@ -65,6 +65,26 @@ def test_few_and_many_in_one_call(select, monkeypatch):
     assert select(case.at(interleaved)).equal(expected[interleaved])
 
 
+def test_a_sequence_without_tokens_beside_one_of_many(select):
+    case = small([list(range(60, 130))])
+    assert select(case, query_lengths=(0, 70), longest=129).equal(case.reference())
+
+
+def test_lengths_may_lie_apart_in_memory(select):
+    case = small([[5, 40, 150, 151]])
+    apart = torch.stack((case.visible, case.visible + 7), 1)[:, 0]
+    assert select(replace(case, visible=apart)).equal(case.reference())
+
+
+def test_many_queries_stay_within_the_budget(select, way):
+    if way == "few":
+        pytest.skip("of many queries")
+    case = small([list(range(60, 78))])
+    with pytest.raises(ValueError, match="needs a budget of at least"):
+        select(case, 100_000)
+    assert select(case, 2 * gpu_prefill.group_bytes(8)).equal(case.reference())
+
+
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_equals_go_to_the_lowest_position(select, way, fp8):
     case = make([[200, 70]], heads=4, width=32, page_size=64, dtype=torch.bfloat16)

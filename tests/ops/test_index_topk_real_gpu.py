@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspan.ops.cuda import available
 from megaspan.ops.rows import RowTable
 from tests.ops.index_topk_cases import make
 
@@ -73,15 +72,15 @@ class Queries:
     def at(self, tokens: slice, lengths: tuple[int, ...]) -> "Queries":
         return Queries(self.query[tokens], self.weights[tokens], lengths, self.visible[tokens])
 
-    def select(self, cached: Cached, longest: int | None = None) -> Tensor:
+    def select(self, cached: Cached, topk: int = TOPK) -> Tensor:
         operands = self.query, self.weights, cached.storage, cached.table, self.sequence_ids, self.visible
-        return gpu.index_topk_gpu(*operands, TOPK, GIB, self.lengths, longest or cached.scales.shape[1])
+        return gpu.index_topk_gpu(*operands, topk, GIB, self.lengths, cached.scales.shape[1])
 
 
 @pytest.fixture(params=["cuda", "triton"])
 def version(request, monkeypatch) -> str:
     if request.param == "cuda":
-        assert available(torch.device("cuda"))
+        assert cuda.cuda.can_run(torch.device("cuda"), cuda.PREFILL, cuda.SCORE, cuda.SELECT)
     else:
         monkeypatch.setattr(cuda, "supports", lambda *operands: False)
     return request.param
@@ -123,15 +122,15 @@ def keys_of(kind: str, sequences: int, length: int) -> Cached:
     return Cached.of(values, scales)
 
 
-def expected(queries: Queries, cached: Cached, token: int) -> Tensor:
+def expected(queries: Queries, cached: Cached, token: int, topk: int = TOPK) -> Tensor:
     """The row of one token, by sorting all scores."""
     seen = slice(int(queries.visible[token]))
     sequence = int(queries.sequence_ids[token])
     products = cached.values[sequence, seen].float() @ queries.query[token].float().T
     scores = (products.relu() * queries.weights[token]).sum(1) * cached.scales[sequence, seen]
     scores = scores.where(~scores.isnan(), -torch.inf) + 0.0
-    best = scores.sort(descending=True, stable=True).indices[:TOPK].sort().values
-    return torch.cat((best, best.new_full((TOPK - len(best),), -1))).int()
+    best = scores.sort(descending=True, stable=True).indices[:topk].sort().values
+    return torch.cat((best, best.new_full((topk - len(best),), -1))).int()
 
 
 def visible_of(tokens: int, length: int) -> Tensor:
@@ -152,6 +151,15 @@ def test_exact_and_the_same_again(version, kind):
         some = {*range(10), *range(0, sum(lengths), 9)} & {*range(sum(lengths))}
         wrong = [token for token in some if not selected[token].equal(expected(queries, cached, token))]
         assert not wrong, f"{lengths}: {wrong} of {sorted(some)}"
+
+
+@pytest.mark.parametrize("topk", [1, 8, 31, 64, 100])
+def test_few_are_chosen_among_equals(version, topk):
+    cached = keys_of("ties", 1, LENGTH)
+    for count in (1, 3, 80):
+        queries = Queries.whole((count,), visible_of(count, LENGTH))
+        for token, row in enumerate(queries.select(cached, topk)):
+            assert row.equal(expected(queries, cached, token, topk)), (count, token)
 
 
 @pytest.mark.parametrize("page_size", [0, 16, 64, 128])
