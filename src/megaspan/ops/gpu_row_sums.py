@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """Sums by row on a GPU in a fixed order: a scattered addition that has equal bits on repeat."""
 
 import torch

@@ -1,7 +1,5 @@
 """Row numbers of positions in one launch."""
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
-
 import torch
 import triton
 import triton.language as tl

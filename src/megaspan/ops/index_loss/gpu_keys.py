@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """The gradients of an indexer's keys on a GPU, from those of its scores."""
 
 import torch

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """The indexer's loss on a GPU, and the gradients of its queries and of the weights of their heads.
 
 A program goes over the keys twice: for the sum of exp(I), then for the loss and the scores' gradient dI. The

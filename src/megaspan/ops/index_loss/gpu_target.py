@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """The distribution that an indexer learns, on a GPU: attention averaged over heads and layers."""
 
 from collections.abc import Sequence

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """The exact top-k of few queries on a GPU: store every score, then look only where the best can be.
 
 With few queries it is the reading of the keys that takes time, and their scores are small beside them.

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """What the GPU's selections share: where cached keys lie, their scores, and the order of scores."""
 
 import torch

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """What a prefill's phases end with: the best of a query's old best and its lists, and at last positions."""
 
 import triton

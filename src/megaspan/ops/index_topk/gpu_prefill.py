@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """The exact top-k of many queries on a GPU, without ever storing their scores.
 
 The tiles of keys are visited in phases of doubling size, each spread evenly over the context: every S-th

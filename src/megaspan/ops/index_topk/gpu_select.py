@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """The selection among the stored scores of few queries on a GPU."""
 
 import triton

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """Batch-invariant products with bf16 weight matrices on a GPU, of few tokens at the speed of memory.
 
 The smallest matrix instruction has 64 rows for tokens. Where there are no more, a program streams few columns

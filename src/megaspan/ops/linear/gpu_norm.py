@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """The RMS norm on a GPU, with or without the addition before it: one program a token.
 
 A token's sum is taken over its own numbers in an order that only the width decides, so these are also the

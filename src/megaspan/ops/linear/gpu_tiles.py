@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """What the kernels of products share: how work is cut into tiles, and the chain of products of a tile.
 
 Every number is one chain of matrix instructions along the whole width, 16 products at a time in ascending

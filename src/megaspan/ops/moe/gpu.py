@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """Routed experts on a GPU: the outputs of all pairs of token and expert, then each token's weighted sum.
 
 Three launches for few tokens, five for many, and one more with FP8 weights, to round the states.

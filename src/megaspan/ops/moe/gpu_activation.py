@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """The activation of a SwiGLU layer on a GPU: silu(gate) * up in one pass over memory."""
 
 import torch

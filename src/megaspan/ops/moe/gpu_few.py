@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """Routed experts for few tokens on a GPU, where the time is that of reading the experts' weights, once.
 
 A program takes a pair of token and expert and some rows of the expert's weights, along the whole width. If it

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """Routed experts for many tokens on a GPU: two grouped products over pairs that are sorted by expert.
 
 A program computes one tile: some pairs of one expert times some columns. The last pairs of an expert, where

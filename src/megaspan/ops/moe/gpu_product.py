@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """What the kernels of routed experts share: operands that may be FP8, tiles, the gated activation."""
 
 from typing import NamedTuple

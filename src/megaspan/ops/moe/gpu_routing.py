@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """Which (token, slot) pairs go to which expert, found on the GPU without waiting for it.
 
 A pair's number is token * k + slot. Many pairs are sorted by expert (a counting sort, stable, two launches)

@@ -3,8 +3,6 @@
 A few programs keep enough bytes on the way to fill the bus, and leave the other multiprocessors to the model.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
-
 from collections.abc import Sequence
 
 import torch

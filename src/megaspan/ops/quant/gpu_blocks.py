@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """FP8 weight blocks on a GPU: one program for each block of 128 x 128, the same bits as `vectorised`."""
 
 import torch

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """FP8 index rows and latent rows on a GPU: what kernels that quantise rows share, and that of the queries.
 
 All are bit for bit what `index_rows` and `latent_rows` compute: the butterflies of the rotation add in the

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """Rotary embedding on a GPU.
 
 Angles are taken in float64, as everywhere. Each product and the sum of a rotation is rounded once (no fused

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """Routing on a GPU in two launches: logits on tensor cores, then the choice.
 
 A float32 weight is cut into three bf16 parts, which together hold it exactly; their products with bf16 states

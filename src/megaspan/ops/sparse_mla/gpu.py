@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """Sparse latent attention on a GPU: `cuda` where it takes the operands, else the same in Triton.
 
 A program has up to 64 heads of a token and every `splits`-th step of its selection, 64 rows each. So the

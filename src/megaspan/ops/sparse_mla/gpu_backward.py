@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """Gradients of sparse latent attention on a GPU.
 
 A row's gradient is a sum over the tokens that selected it, which lie anywhere. Three steps, for as many

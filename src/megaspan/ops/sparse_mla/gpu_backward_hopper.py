@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """Gradients of sparse latent attention's scores, laid out by hand for Hopper's tensor cores (in Gluon).
 
 Query and output's gradient leave room in shared memory for two blocks of rows, and with two blocks the

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """Gradients of sparse latent attention's scores on a GPU, for any width and number of heads."""
 
 import triton

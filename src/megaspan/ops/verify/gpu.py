@@ -6,8 +6,6 @@ last to arrive has all the sums: it finds the part that holds the draw, and the 
 whole numbers, so the order in which programs arrive does not matter.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
-
 import torch
 import triton
 import triton.language as tl

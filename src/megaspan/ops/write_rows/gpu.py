@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false
 """Cache rows on a GPU: norm, rotation, rounding to FP8 and the store in one kernel for each kind of row.
 
 A row is computed by one warp from its own token alone. Its numbers have the bits of `rms_norm_gpu`,
