@@ -105,6 +105,7 @@ def top_k_in_products(
     visible: Tensor,
     topk: int,
     budget_bytes: int,
+    **known: object,
 ) -> Tensor:
     """`index_topk` whose every sum over heads or widths is a matrix product, which a counter sees."""
     selected = torch.full((len(query), topk), -1, dtype=torch.int32)
@@ -130,7 +131,9 @@ def counted(config: ModelConfig, past: int, tokens: int) -> int:
                 patch.setattr(compiled, "supports", lambda *operands, **sizes: False)
             patch.setattr(router_native, "can_take", lambda *operands: False)
             patch.setattr(indexer, "index_topk", top_k_in_products)
-            patch.setattr(attention, "sparse_mla", lambda *operands: sparse_mla_reference(*operands[:-1]))
+            patch.setattr(
+                attention, "sparse_mla", lambda *operands, **mode: sparse_mla_reference(*operands[:-1])
+            )
             model.lm_head(model(Batch.of([token_ids[past:]], [past]), cache))
     return counter.get_total_flops()
 
