@@ -26,6 +26,7 @@ test: lint
 
 # On a GPU machine as it is: only torch, Triton, transformers and what the tests themselves are made of.
 gpu-test:
+	@$(PYTHON) -c "import torch, sys; torch.cuda.is_available() or sys.exit('gpu-test: PyTorch sees no CUDA device here')"
 	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu -o addopts="-q --strict-markers --import-mode=importlib" \
 		$$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.gpu' tests)
 

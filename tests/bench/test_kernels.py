@@ -228,6 +228,8 @@ def test_bad_arguments_are_refused():
         kernels.run(None, "huge", "cpu", lambda said: None)
     with pytest.raises(UserError, match="no case has 'nothing' in its name"):
         kernels.run("nothing", "tiny", "cpu", lambda said: None)
+    with pytest.raises(UserError, match="too large for a CPU: give --scale tiny"):
+        kernels.run(None, "real", "cpu", lambda said: None)
     with pytest.raises(UserError, match="--device gpu: figures are taken on cuda and on cpu"):
         kernels.run(None, "tiny", "gpu", lambda said: None)
 

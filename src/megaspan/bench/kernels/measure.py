@@ -67,6 +67,8 @@ def run(only: str | None, scale: str, device: str, say: Callable[[str], None]) -
     if not chosen:
         raise UserError(f"no case has {only!r} in its name; there are operations {', '.join(OPERATIONS)}")
     require_device(device, without="--device cpu --scale tiny runs every case on the CPU")
+    if torch.device(device).type == "cpu" and scale == "real":
+        raise UserError("GLM-5.2's shapes are too large for a CPU: give --scale tiny with --device cpu")
     stopwatch = Stopwatch(torch.device(device))
     say(f"copies: {stopwatch.copy_rate / 1e9:,.0f} GB/s read and written")
     measured = []
